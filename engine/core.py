@@ -1,0 +1,100 @@
+"""The vocabulary shared by server and engine: plain frozen values, no behaviour.
+
+A request travels forward as `GenerationRequest` and comes back as a sequence of `Progress` and
+`TokenResult`. Nothing here is mutated after it is made. Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+UInt8Array = npt.NDArray[np.uint8]
+
+
+class FinishReason(StrEnum):
+    """Why generation ended. `STOP`: an end token; `LENGTH`: max_tokens or the context window."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """One picture inside a prompt.
+
+    start: index of its first placeholder token; count: number of placeholder tokens (merged patches);
+    pixels: uint8 RGB [height, width, 3] after resizing; digest: SHA-256 over pixels, mode and size.
+    """
+
+    start: int
+    count: int
+    pixels: UInt8Array
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt. token_ids: int32 [tokens]; boundaries: ascending token positions, half-open
+    ends of template parts (messages, headers) at which later prompts are likely to diverge."""
+
+    token_ids: Int32Array
+    boundaries: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Semantics follow the OpenAI API where it defines them.
+
+    temperature 0 is greedy (lowest id on ties). top_k 0 and top_p 1.0 and min_p 0.0 switch a filter off.
+    presence/frequency penalties subtract from logits of *generated* tokens; repetition_penalty (> 0, 1.0 = off)
+    divides positive and multiplies negative logits of prompt and generated tokens (CTRL, arXiv 1909.05858).
+    logit_bias: (token id, bias) pairs added to logits. seed None: fresh entropy.
+    Order: bias, penalties, temperature, top_k, top_p, min_p, draw.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation. max_tokens >= 0 new tokens; stop_token_ids end generation and are reported as the
+    last TokenResult (finish_reason STOP), for the server to drop from the text."""
+
+    request_id: str
+    prompt: Prompt
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Prefill progress: `processed` of `total` prompt tokens are in the state, `cached` of them were reused."""
+
+    total: int
+    cached: int
+    processed: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenResult:
+    """One generated token. `finish_reason` is set on the last one only."""
+
+    token_id: int
+    finish_reason: FinishReason | None = None
