@@ -1,0 +1,19 @@
+/* The thread pool: one per process user (engine), physical cores, pinned, short spin then sleep. */
+#ifndef FERMION_THREADS_H
+#define FERMION_THREADS_H
+
+typedef struct fm_pool fm_pool;
+
+/* One of `count` independent items; `worker` in 0..threads-1 indexes per-thread scratch. */
+typedef void (*fm_task)(void *arg, int item, int worker);
+
+/* threads >= 1, the caller included (it works too). cpus: logical CPU ids to pin to, or NULL. NULL on failure. */
+fm_pool *fm_pool_create(int threads, const int *cpus);
+void fm_pool_destroy(fm_pool *pool);
+int fm_pool_threads(const fm_pool *pool);
+
+/* Runs all items, claimed dynamically one at a time (an atomic counter), and returns when all are done.
+ * Results must not depend on which worker runs an item. Not reentrant. */
+void fm_parallel_for(fm_pool *pool, int count, fm_task task, void *arg);
+
+#endif
