@@ -1,0 +1,131 @@
+"""One conversion, from a source path to a checkpoint directory: read, plan, say what will happen, write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from engine.convert import quantize
+from engine.convert.hf_layout import HfCheckpoint
+from engine.convert.plan import Plan, build_plan
+from engine.convert.safetensors import read_checkpoint
+from engine.convert.source_config import QUANTIZATION, Json, geometry, load_config, load_json
+from engine.convert.writer import ProgressReport, plan_bytes, write_checkpoint
+from engine.errors import ModelFileError
+
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+)
+MAX_SIDE_FILE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion ready to run: the plan, the small files that go with it, and remarks for the user."""
+
+    plan: Plan
+    side_files: dict[str, bytes]
+    notes: tuple[str, ...]
+
+
+def prepare(source: Path) -> Conversion:
+    """Reads headers and configuration only. Raises ModelFileError for anything not understood."""
+    if not source.is_dir():
+        raise ModelFileError(f"{source}: expected a directory with config.json and safetensors files")
+    config_path = source / "config.json"
+    config = load_config(config_path)
+    _check_source_quantization(config_path, config)
+    plan = build_plan(HfCheckpoint(source, read_checkpoint(source)), geometry(config_path, config))
+    notes: list[str] = []
+    side_files = _side_files(source, notes)
+    side_files["config.json"] = _dump(_converted_config(config, plan, notes))
+    return Conversion(plan, side_files, tuple(notes))
+
+
+def run(conversion: Conversion, destination: Path, *, threads: int | None, progress: ProgressReport) -> None:
+    """Writes the checkpoint; errors as in `writer.write_checkpoint`. threads None: one per usable CPU."""
+    write_checkpoint(
+        destination,
+        conversion.plan,
+        conversion.side_files,
+        settings=quantize.ALGORITHM,
+        threads=threads or len(os.sched_getaffinity(0)),
+        progress=progress,
+    )
+
+
+def describe(conversion: Conversion) -> str:
+    """The plan as text: bytes and weights of each stored form, and every remark."""
+    weights: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
+    for tensor in conversion.plan.tensors:
+        weights[tensor.format.value] += prod(tensor.shape)
+        stored[tensor.format.value] += tensor.info.nbytes
+    lines = [f"{len(conversion.plan.tensors)} tensors, {plan_bytes(conversion.plan):,} bytes"]
+    lines += [f"  {name:4} {weights[name]:>16,} weights {stored[name]:>16,} bytes" for name in sorted(stored)]
+    return "\n".join([*lines, *(f"note: {note}" for note in conversion.notes)])
+
+
+def _check_source_quantization(path: Path, config: Json) -> None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != "fp8":
+        raise ModelFileError(f"{path}: quantization_config.quant_method {method!r} is not supported, only 'fp8' is")
+    if quantization.get("weight_block_size") != [128, 128]:
+        raise ModelFileError(
+            f"{path}: quantization_config.weight_block_size is {quantization.get('weight_block_size')!r}, "
+            "expected [128, 128]"
+        )
+
+
+def _converted_config(config: Json, plan: Plan, notes: list[str]) -> Json:
+    converted = {**config, "quantization_config": dict(QUANTIZATION), "tie_word_embeddings": False}
+    text = {**config["text_config"], "tie_word_embeddings": False}
+    if plan.mtp_experts is None:
+        if text.get("mtp_num_hidden_layers"):
+            notes.append("the source has no mtp.* tensors although its config names a layer: recorded as 0 layers")
+        text["mtp_num_hidden_layers"] = 0
+    else:
+        text["mtp_num_hidden_layers"] = 1
+        if plan.mtp_experts != text["num_experts"]:
+            notes.append(f"the MTP layer has {plan.mtp_experts} experts, the trunk {text['num_experts']}")
+            text["mtp_num_experts"] = plan.mtp_experts
+    converted["text_config"] = text
+    return converted
+
+
+def _side_files(source: Path, notes: list[str]) -> dict[str, bytes]:
+    """Tokenizer, template and defaults, byte for byte; two of them may hide inside older or newer files."""
+    files: dict[str, bytes] = {}
+    for name in COPIED_FILES:
+        path = source / name
+        if path.is_file():
+            if path.stat().st_size > MAX_SIDE_FILE_BYTES:
+                raise ModelFileError(f"{path}: {path.stat().st_size} bytes, at most {MAX_SIDE_FILE_BYTES} accepted")
+            files[name] = path.read_bytes()
+    if "chat_template.jinja" not in files and "tokenizer_config.json" in files:
+        template = load_json(source / "tokenizer_config.json").get("chat_template")
+        if isinstance(template, str):
+            files["chat_template.jinja"] = template.encode()
+    if "preprocessor_config.json" not in files and (source / "processor_config.json").is_file():
+        processor = load_json(source / "processor_config.json").get("image_processor")
+        if isinstance(processor, dict):
+            files["preprocessor_config.json"] = _dump(processor)
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        if name not in files:
+            notes.append(f"the source has no {name}: the converted checkpoint lacks it too")
+    return files
+
+
+def _dump(value: Json) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
