@@ -1,64 +1,67 @@
-"""Symmetric 4-bit groups of 32 with an fp16 scale, chosen to lose least at the same bytes.
+"""Symmetric 4-bit groups of 32 with an fp16 scale, chosen to lose least at the same bytes (simd_src/quantizer.c).
 
-For weights x and importances w of one group, the scale s and nibbles q minimise sum w (x - s q)^2 with q in
--8..7. Plain absmax (s = absmax / -8) is one candidate among several; each candidate's q is kept and its scale
-refitted by weighted least squares, s = sum w x q / sum w q^2, and the best pair wins.
+Two strengths: a scale search per group, weighted by how much each input column matters; and second-order error
+feedback, where the columns still to be rounded make up for what the earlier ones lost.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from engine.convert.plan import GROUP
+from engine._simd import ffi, lib
+from engine.convert.plan import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 from engine.core import Float32Array, UInt8Array
-from engine.formats import pack_q4
 
-# Divisors d of the candidate scales +-absmax / d. Below 8 the largest weight is clipped a little in exchange for
-# a finer grid; only one sign can reach -8, so both signs are tried.
-CANDIDATES = tuple(float(d) for d in np.linspace(6.5, 10.5, 17))
-ALGORITHM = "scale-search-1"
+ALGORITHM = "quantizer-1"  # part of a resumable plan: change it whenever the bytes change
 
 
 def quantize_rows(weights: Float32Array, importance: Float32Array | None = None) -> UInt8Array:
-    """Packs float32 [rows, cols] into uint8 [rows/16, cols/64, 576]; importance >= 0, [cols], or None for equal."""
+    """Scale search: float32 [rows, cols] -> uint8 [rows/16, cols/64, 576].
+
+    importance: how much an error in each column costs, >= 0, float32 [cols]; None for all equal.
+    """
+    rows, cols = _checked_shape(weights)
+    blocks = np.empty((rows // BLOCK_ROWS, cols // BLOCK_COLS, BLOCK_BYTES), np.uint8)
+    column_weight = ffi.NULL if importance is None else _floats(importance, (cols,))
+    lib.fm_quantize_search(_floats(weights, (rows, cols)), rows, cols, column_weight, _bytes(blocks))
+    return blocks
+
+
+def quantize_rows_with_feedback(weights: Float32Array, factor: Float32Array) -> UInt8Array:
+    """Error feedback: float32 [rows, cols] -> uint8 [rows/16, cols/64, 576]; factor: `inverse_factor`, [cols, cols]."""
+    rows, cols = _checked_shape(weights)
+    blocks = np.empty((rows // BLOCK_ROWS, cols // BLOCK_COLS, BLOCK_BYTES), np.uint8)
+    scratch = weights.copy()
+    lib.fm_quantize_feedback(_floats(scratch, (rows, cols)), rows, cols, _floats(factor, (cols, cols)), _bytes(blocks))
+    return blocks
+
+
+def inverse_factor(correlation: Float32Array, damping: float) -> Float32Array:
+    """Upper Cholesky factor U of the inverse of the damped input correlation, U^T U = H^-1, float32 [cols, cols].
+
+    correlation: sum x x^T over calibration inputs, [cols, cols]; damping: the fraction of its mean diagonal added
+    to the diagonal, which bounds how far unseen directions are trusted. A correlation of zero gives plain rounding.
+    """
+    hessian = correlation.astype(np.float64)
+    mean = float(np.trace(hessian)) / len(hessian)
+    hessian[np.diag_indices_from(hessian)] += damping * mean if mean > 0 else 1.0
+    # With P the reversal of order: H = (P L P)(P L P)^T for the Cholesky factor L of P H P, so U = (P L P)^-1 is upper.
+    lower = np.linalg.cholesky(hessian[::-1, ::-1])
+    upper = np.linalg.inv(lower[::-1, ::-1])
+    return np.ascontiguousarray(np.triu(upper), np.float32)
+
+
+def _checked_shape(weights: Float32Array) -> tuple[int, int]:
     rows, cols = weights.shape
-    groups = weights.reshape(rows, cols // GROUP, GROUP)
-    if importance is None:
-        importance = np.ones(cols, np.float32)
-    column_weight = importance.reshape(1, cols // GROUP, GROUP)
-    absmax = np.abs(groups).max(axis=2)
-    best_scale = np.zeros_like(absmax)
-    best_error = np.full_like(absmax, np.inf)
-    for divisor in (*CANDIDATES, *(-d for d in CANDIDATES)):
-        scale = _refit(groups, column_weight, absmax / np.float32(divisor))
-        error = _error(groups, column_weight, scale)
-        better = error < best_error
-        best_error = np.where(better, error, best_error)
-        best_scale = np.where(better, scale, best_scale)
-    quants = _round(groups, best_scale)
-    nibbles = (quants + 8).astype(np.uint8).reshape(rows, cols)
-    return pack_q4(nibbles, best_scale.astype(np.float16))
+    assert rows % BLOCK_ROWS == 0 and cols % BLOCK_COLS == 0, weights.shape
+    return rows, cols
 
 
-def _round(groups: Float32Array, scale: Float32Array) -> Float32Array:
-    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-    return np.clip(np.rint(groups * inverse[..., None]), -8, 7)
+def _floats(array: Float32Array, shape: tuple[int, ...]) -> object:
+    """A C pointer to checked memory; the array must outlive the call."""
+    assert array.shape == shape and array.dtype == np.float32 and array.flags.c_contiguous
+    return ffi.from_buffer("float[]", array)
 
 
-def _half(scale: Float32Array) -> Float32Array:
-    return scale.astype(np.float16).astype(np.float32)
-
-
-def _refit(groups: Float32Array, column_weight: Float32Array, scale: Float32Array) -> Float32Array:
-    """The stored (fp16) scale that fits best the nibbles `scale` gives."""
-    quants = _round(groups, scale)
-    weighted = column_weight * quants
-    square = (weighted * quants).sum(axis=2)
-    fitted = np.divide((weighted * groups).sum(axis=2), square, out=scale.copy(), where=square > 0)
-    return _half(fitted)
-
-
-def _error(groups: Float32Array, column_weight: Float32Array, scale: Float32Array) -> Float32Array:
-    difference = groups - _round(groups, scale) * scale[..., None]
-    error: Float32Array = (column_weight * difference * difference).sum(axis=2)
-    return error
+def _bytes(blocks: UInt8Array) -> object:
+    return ffi.from_buffer("unsigned char[]", blocks)
