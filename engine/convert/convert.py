@@ -121,9 +121,10 @@ def _side_files(source: Path, notes: list[str]) -> dict[str, bytes]:
         processor = load_json(source / "processor_config.json").get("image_processor")
         if isinstance(processor, dict):
             files["preprocessor_config.json"] = _dump(processor)
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
-        if name not in files:
-            notes.append(f"the source has no {name}: the converted checkpoint lacks it too")
+    wanted = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
+    notes += [
+        f"the source has no {name}: the converted checkpoint lacks it too" for name in wanted if name not in files
+    ]
     return files
 
 

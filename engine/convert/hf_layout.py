@@ -46,8 +46,8 @@ class HfCheckpoint:
         down_rows: list[Segment] = []
         for expert in range(count):
             base = f"{stored}experts.{expert}."
-            for part in ("gate_proj", "up_proj"):
-                gate_up_rows.append(Segment(self._take(f"{base}{part}.weight", (width, hidden)), 0, width))
+            halves = (self._take(f"{base}{part}.weight", (width, hidden)) for part in ("gate_proj", "up_proj"))
+            gate_up_rows += [Segment(half, 0, width) for half in halves]
             down_rows.append(Segment(self._take(f"{base}down_proj.weight", (hidden, width)), 0, hidden))
         return tuple(gate_up_rows), tuple(down_rows)
 

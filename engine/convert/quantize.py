@@ -59,7 +59,9 @@ def _checked_shape(weights: Float32Array) -> tuple[int, int]:
 
 def _floats(array: Float32Array, shape: tuple[int, ...]) -> object:
     """A C pointer to checked memory; the array must outlive the call."""
-    assert array.shape == shape and array.dtype == np.float32 and array.flags.c_contiguous
+    assert array.shape == shape
+    assert array.dtype == np.float32
+    assert array.flags.c_contiguous
     return ffi.from_buffer("float[]", array)
 
 

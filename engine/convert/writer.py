@@ -71,7 +71,7 @@ def write_checkpoint(
             (partial / name).write_bytes(content)
         (partial / JOURNAL_NAME).unlink()
         _sync_directory(partial)
-        os.rename(partial, destination)
+        partial.rename(destination)
     _sync_directory(destination.parent)
 
 

@@ -55,7 +55,8 @@ def test_text_only_save_gets_nested_names_and_config(tmp_path: Path) -> None:
     source = tiny.write_checkpoint(tmp_path / "src", flat, {**tiny.TEXT_CONFIG, "tie_word_embeddings": False})
     assert_same(planned_weights(source), weights)
     config = json.loads(convert.prepare(source).side_files["config.json"])
-    assert config["model_type"] == "qwen3_5_moe" and config["text_config"]["hidden_size"] == 64
+    assert config["model_type"] == "qwen3_5_moe"
+    assert config["text_config"]["hidden_size"] == 64
     assert "vision_config" not in config
 
 
@@ -292,8 +293,11 @@ def test_command_exits_2_and_names_the_fault(tmp_path: Path) -> None:
     index["weight_map"]["lm_head.weight"] = "../../etc/passwd.safetensors"
     (source / INDEX_NAME).write_text(json.dumps(index))
     result = subprocess.run(command(source, tmp_path / "dst"), capture_output=True, text=True)
-    assert result.returncode == 2 and "lm_head.weight" in result.stderr and "Traceback" not in result.stderr
-    assert not (tmp_path / "dst").exists() and not (tmp_path / "dst.partial").exists()
+    assert result.returncode == 2
+    assert "lm_head.weight" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "dst").exists()
+    assert not (tmp_path / "dst.partial").exists()
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:

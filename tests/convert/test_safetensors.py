@@ -63,7 +63,8 @@ def test_hostile_header_is_refused_by_name(tmp_path: Path, case: str) -> None:
     write_raw(path, fields, bytes(size))
     with pytest.raises(ModelFileError) as caught:
         read_header(path)
-    assert message in str(caught.value) and str(path) in str(caught.value)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,8 @@ def test_empty_directory_is_refused(tmp_path: Path) -> None:
 def test_written_layout_is_aligned_and_readable(tmp_path: Path) -> None:
     tensors = [TensorInfo("odd", "F32", (3,)), TensorInfo("big", "U8", (2, 576)), TensorInfo("last", "F16", (5,))]
     header, offsets = build_header(tensors, {"format": "fermion"})
-    assert len(header) % 64 == 0 and all(offset % 64 == 0 for offset in offsets.values())
+    assert len(header) % 64 == 0
+    assert all(offset % 64 == 0 for offset in offsets.values())
     path = tmp_path / "model.safetensors"
     path.write_bytes(header + bytes(64 + 1152 + 64))
     assert {name: entry.begin for name, entry in read_header(path).items() if name in offsets} == offsets
