@@ -1,0 +1,139 @@
+# fermion: `make serve` and `make test` do their own set-up and are quick the second time. `make help` lists the rest.
+# Everything that is made lies in .venv and build; `make clean` removes both.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+HOST ?= 127.0.0.1
+PORT ?= 8000
+# A checkpoint directory; empty: the demo model that comes with the package.
+MODEL ?=
+# More arguments for `fermion serve` or pytest: make serve ARGS='--threads 2', make test ARGS='-k cli'.
+ARGS ?=
+CC ?= cc
+# The first of these that is Python 3.11 or newer makes the environment; PYTHON=/path/to/python overrides.
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 /usr/bin/python3; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+# A leftover VIRTUAL_ENV or PYTHONPATH of the caller must not leak into ours.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+NATIVE_SOURCES := $(wildcard setup.py simd_src/*)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help
+help: ## list what can be made
+	@echo 'fermion: an OpenAI-compatible server for the Qwen3.6 family on old and small machines'
+	@echo
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  HOST=0.0.0.0 PORT=9000 make serve    another address'
+	@echo '  make serve MODEL=/path/to/checkpoint ARGS="--threads 8"'
+
+# ---- set-up -----------------------------------------------------------------------------------------------------
+
+.PHONY: setup setup-dev check-machine
+setup: $(VENV)/.native ## environment with locked versions and native build: all that serving needs
+
+setup-dev: $(VENV)/.dev setup ## setup, and what tests, lint and types need
+
+check-machine:
+	@[[ -n "$(PYTHON)" ]] || { echo 'error: no Python 3.11 or newer found.' \
+		'Install one (Debian 12, Ubuntu 24.04 or newer: apt-get install python3 python3-venv python3-dev)' \
+		'or name it: make PYTHON=/path/to/python3.12' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo 'error: $(PYTHON) cannot make environments.' \
+		'Try: apt-get install python3-venv' >&2; exit 1; }
+	@command -v $(firstword $(CC)) >/dev/null || { echo 'error: no C compiler ($(CC)) found.' \
+		'Try: apt-get install gcc libc6-dev, or name one: make CC=clang' >&2; exit 1; }
+	@echo '#include <stdio.h>' | $(CC) -E - >/dev/null 2>&1 || { echo 'error: the C library headers are missing.' \
+		'Try: apt-get install libc6-dev' >&2; exit 1; }
+	@[[ -f "$$("$(PYTHON)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]] || { \
+		echo 'error: the headers of $(PYTHON) (Python.h) are missing. Try: apt-get install python3-dev' >&2; exit 1; }
+
+# Each stamp is written last, so an interrupted step is repeated and a finished one is not.
+$(VENV)/.base: requirements/base.txt
+	@$(MAKE) --no-print-directory check-machine
+	@echo 'setup: environment $(VENV) ($(shell $(PYTHON) --version 2>&1)) and packages'
+	@[[ -x $(BIN)/python ]] && $(BIN)/python -c '' 2>/dev/null || { rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); }
+	@$(PIP) --require-hashes --only-binary :all: -r requirements/base.txt
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.base pyproject.toml $(wildcard setup.py)
+	@echo 'setup: installing fermion into $(VENV)'
+	@$(PIP) --no-deps --no-build-isolation --no-index -e .
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.package $(NATIVE_SOURCES)
+	@if [[ -f setup.py ]]; then echo 'setup: native kernels'; mkdir -p build; \
+		$(BIN)/python setup.py --quiet build_ext --inplace >build/native.log 2>&1 \
+		|| { cat build/native.log >&2; exit 1; }; fi
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base requirements/dev.txt
+	@echo 'setup: packages for tests, lint and types'
+	@$(PIP) --require-hashes --only-binary :all: -r requirements/dev.txt
+	@touch $@
+
+# ---- use --------------------------------------------------------------------------------------------------------
+
+.PHONY: serve chat bench
+serve: setup ## serve the demo model (or MODEL=DIR) at http://HOST:PORT/v1, default 127.0.0.1:8000
+	@exec $(BIN)/fermion serve $(MODEL) --host '$(HOST)' --port '$(PORT)' $(ARGS)
+
+chat: setup ## talk to the demo model (or MODEL=DIR) in the terminal
+	@exec $(BIN)/fermion chat $(MODEL) $(ARGS)
+
+bench: setup ## decode and prefill speed of the demo model (or MODEL=DIR)
+	@$(BIN)/fermion bench decode $(MODEL) $(ARGS)
+	@$(BIN)/fermion bench prefill $(MODEL) $(ARGS)
+
+# ---- checks -----------------------------------------------------------------------------------------------------
+
+.PHONY: test test-best test-ssse3 test-fast lint typecheck check format
+test: test-best test-ssse3 ## the whole suite: on this machine's best kernels, then with SSSE3 forced
+
+test-best: setup-dev
+	@echo 'test: best tier of this machine'
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-ssse3: setup-dev ## the whole suite with the SSSE3 tier forced
+	@echo 'test: FERMION_SIMD_TIER=ssse3'
+	@FERMION_SIMD_TIER=ssse3 $(BIN)/python -m pytest $(ARGS)
+
+test-fast: setup-dev ## the suite without slow tests, best tier only
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+lint: setup-dev ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+typecheck: setup-dev ## mypy --strict on server, engine and prefix_cache
+	@$(BIN)/mypy
+
+check: lint typecheck test ## all that CI runs
+
+format: setup-dev ## rewrite sources as `make lint` wants them
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# ---- upkeep -----------------------------------------------------------------------------------------------------
+
+.PHONY: lock docker clean
+LOCK = build/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--no-emit-index-url --custom-compile-command 'make lock' pyproject.toml requirements/build.in
+lock: check-machine ## resolve the newest allowed versions again into requirements/*.txt
+	@"$(PYTHON)" -m venv build/lock && build/lock/bin/python -m pip install --quiet uv
+	@$(LOCK) --upgrade --output-file requirements/base.txt
+	@$(LOCK) --upgrade --constraint requirements/base.txt --extra dev --output-file requirements/dev.txt
+
+docker: ## build the CPU image fermion:cpu
+	docker build --file docker/cpu.Dockerfile --tag fermion:cpu .
+
+clean: ## remove .venv, build and everything compiled
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache engine/_simd*.so engine/_simd.c
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
