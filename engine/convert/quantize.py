@@ -53,7 +53,7 @@ def inverse_factor(correlation: Float32Array, damping: float) -> Float32Array:
 
 def _checked_shape(weights: Float32Array) -> tuple[int, int]:
     rows, cols = weights.shape
-    assert rows % BLOCK_ROWS == 0 and cols % BLOCK_COLS == 0, weights.shape
+    assert (rows % BLOCK_ROWS, cols % BLOCK_COLS) == (0, 0), weights.shape
     return rows, cols
 
 

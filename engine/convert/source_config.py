@@ -28,6 +28,7 @@ _FIXED: dict[str, object] = {
     "decoder_sparse_step": 1,
     "output_gate_type": None,
     "norm_topk_prob": True,
+    "mtp_use_dedicated_embeddings": False,
 }
 
 Json = dict[str, Any]

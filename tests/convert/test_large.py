@@ -1,0 +1,111 @@
+"""Real layer shapes: the converter's memory does not grow with the model."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint as tiny
+
+from engine.convert.plan import PREFIX
+from engine.convert.safetensors import INDEX_NAME
+
+REAL_TEXT = {
+    **tiny.TEXT_CONFIG,
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "mtp_num_hidden_layers": 0,
+}
+CHUNK = 32 << 20
+
+
+def layer_shapes(full: bool) -> dict[str, tuple[int, ...]]:
+    """Published suffixes and shapes of one layer."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (2048,),
+        "post_attention_layernorm.weight": (2048,),
+        "mlp.gate.weight": (256, 2048),
+        "mlp.experts.gate_up_proj": (256, 1024, 2048),
+        "mlp.experts.down_proj": (256, 2048, 512),
+        "mlp.shared_expert.gate_proj.weight": (512, 2048),
+        "mlp.shared_expert.up_proj.weight": (512, 2048),
+        "mlp.shared_expert.down_proj.weight": (2048, 512),
+        "mlp.shared_expert_gate.weight": (1, 2048),
+    }
+    if full:
+        shapes |= {
+            "self_attn.q_proj.weight": (8192, 2048),
+            "self_attn.k_proj.weight": (512, 2048),
+            "self_attn.v_proj.weight": (512, 2048),
+            "self_attn.o_proj.weight": (2048, 4096),
+            "self_attn.q_norm.weight": (256,),
+            "self_attn.k_norm.weight": (256,),
+        }
+        return shapes
+    return shapes | {
+        "linear_attn.in_proj_qkv.weight": (8192, 2048),
+        "linear_attn.in_proj_z.weight": (4096, 2048),
+        "linear_attn.in_proj_b.weight": (32, 2048),
+        "linear_attn.in_proj_a.weight": (32, 2048),
+        "linear_attn.conv1d.weight": (8192, 1, 4),
+        "linear_attn.A_log": (32,),
+        "linear_attn.dt_bias": (32,),
+        "linear_attn.norm.weight": (128,),
+        "linear_attn.out_proj.weight": (2048, 4096),
+    }
+
+
+def write_large_checkpoint(directory: Path, layers: int) -> int:
+    """BF16 shards of one layer each with random weights; returns their bytes. The last of four layers is full."""
+    directory.mkdir(parents=True, exist_ok=True)
+    kinds = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(layers)]
+    text = {**REAL_TEXT, "num_hidden_layers": layers, "layer_types": kinds}
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    vocab = (248320, 2048)
+    shards = [{f"{PREFIX}embed_tokens.weight": vocab, f"{PREFIX}norm.weight": (2048,), "lm_head.weight": vocab}]
+    for index, kind in enumerate(kinds):
+        shapes = layer_shapes(kind == "full_attention")
+        shards.append({f"{PREFIX}layers.{index}.{suffix}": shape for suffix, shape in shapes.items()})
+    rng, weight_map, total = np.random.default_rng(0), {}, 0
+    for number, shard in enumerate(shards):
+        name = f"model-{number}.safetensors"
+        fields, position = {}, 0
+        for tensor, shape in shard.items():
+            size = 2 * int(np.prod(shape))
+            fields[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+            position += size
+            weight_map[tensor] = name
+        header = json.dumps(fields).encode()
+        with (directory / name).open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for start in range(0, position, CHUNK):
+                random = np.frombuffer(rng.bytes(min(CHUNK, position - start)), np.uint16)
+                file.write((random & np.uint16(0x80FF) | np.uint16(0x3C00)).tobytes())
+        total += position
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return total
+
+
+@pytest.mark.slow
+def test_peak_memory_is_bounded(tmp_path: Path) -> None:
+    total = write_large_checkpoint(tmp_path / "src", layers=1)
+    assert total > 3.6e9
+    subprocess.run([sys.executable, "-m", "engine.convert", tmp_path / "src", tmp_path / "dst"], check=True)
+    peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    assert peak_bytes < 1 << 30
+    assert (tmp_path / "dst" / "model.safetensors").stat().st_size < 0.3 * total
