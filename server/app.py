@@ -1,0 +1,142 @@
+"""Puts the server together: routes, wrappers, start and graceful end. Holds no global state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.tokenizer import Tokenizer
+from server.config import ServerConfig
+from server.errors import ApiError
+from server.prompt import GenerationDefaults, PromptBuilder
+from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
+from server.template import ChatTemplate
+from server.transport import KeyCheck, RequestEnvelope
+from server.worker import EngineWorker
+
+log = logging.getLogger("fermion.server")
+
+_OPEN_PATHS = frozenset({"/health"})
+# After the grace period, how long connections get to deliver their final error event.
+_LAST_WORDS_S = 5
+
+
+def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins: tuple[str, ...] = ()) -> ASGIApp:
+    """The ASGI application. The caller starts and closes `service.worker`."""
+    endpoints: list[tuple[str, str, ASGIApp]] = [
+        ("POST", "/v1/chat/completions", ChatCompletions(service)),
+        ("GET", "/v1/models", ModelsList(service)),
+        ("GET", "/v1/models/{model:path}", ModelEntry(service)),
+        ("GET", "/health", Health(service)),
+    ]
+    router = Router([Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints])
+    router.default = _no_such_route
+    app: ASGIApp = KeyCheck(router, api_keys, _OPEN_PATHS)
+    app = RequestEnvelope(app)
+    if cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        raise ApiError(404, f"Unknown request URL: {scope['method']} {scope['path'][:200]}.", code="unknown_url")
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn, with a first phase before its own shutdown: new requests get 503 while accepted ones finish.
+
+    grace_s: seconds that accepted requests get; what is left then ends with an error event. A second signal skips
+    the waiting.
+    """
+
+    def __init__(self, config: uvicorn.Config, worker: EngineWorker, grace_s: float) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._grace_s = grace_s
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._loop = asyncio.get_running_loop()
+        self._guard = self._loop.create_task(self._stop_on_failure())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._drain is None and self.started and not self._worker.is_draining:
+            self._worker.drain()
+            self._loop.call_soon_threadsafe(self._start_drain)
+        else:
+            super().handle_exit(sig, frame)
+
+    def _start_drain(self) -> None:
+        self._drain = self._loop.create_task(self._finish_jobs())
+
+    async def _finish_jobs(self) -> None:
+        worker = self._worker
+        log.info("Shutting down: %d requests get %.0f s to finish.", worker.queued + worker.running, self._grace_s)
+        deadline = self._loop.time() + self._grace_s
+        while (worker.queued or worker.running) and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        worker.abort_all(ApiError(503, "The server is shutting down.", code="shutting_down"))
+        self.should_exit = True
+
+    async def _stop_on_failure(self) -> None:
+        """A failed engine answers nothing any more: end the process, so that whoever supervises it starts a new one."""
+        while self._worker.failure is None:
+            await asyncio.sleep(0.2)
+        self.should_exit = True
+
+
+def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Serve a checkpoint until a signal ends it. Returns the exit status: 0, or 1 if the engine failed.
+
+    ModelFileError if the checkpoint's text files are missing or wrong; the weights are checked by the engine.
+    """
+    directory = config.model
+    tokenizer = Tokenizer.load(directory)
+    template = ChatTemplate.load(directory)
+    prompts = PromptBuilder(tokenizer, template, GenerationDefaults.load(directory))
+    worker = EngineWorker(lambda: Engine.load(directory, engine_config), max_queued=config.queue_size)
+    service = Service(
+        worker=worker,
+        prompts=prompts,
+        model=config.served_model_name,
+        keep_alive_s=config.keep_alive_s,
+        max_body_bytes=config.max_body_bytes,
+    )
+    app = create_app(service, api_keys=config.api_keys, cors_origins=config.cors_origins)
+    server = GracefulServer(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            access_log=False,
+            log_config=None,
+            lifespan="off",
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+            server_header=False,
+        ),
+        worker,
+        config.shutdown_grace_s,
+    )
+    worker.start()
+    try:
+        server.run()
+    finally:
+        worker.close()
+    return 0 if worker.failure is None else 1

@@ -1,0 +1,192 @@
+"""Events of a job to the objects of the chat completions API, streamed and whole.
+
+Official clients concatenate every string that they see twice, so role, call ids and names are sent exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core import Progress
+from server import sse
+from server.errors import to_api_error
+from server.textstream import TextDelta
+from server.toolcalls import ToolCallDelta
+from server.worker import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Started
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What all objects of one answer share. created: Unix seconds."""
+
+    completion_id: str
+    created: int
+    model: str
+    choices: int
+
+
+@dataclass(slots=True)
+class UsageCount:
+    """Token counts of one answer. The prompt counts once, however many choices are generated from it."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, finished: ChoiceFinished) -> None:
+        self.completion_tokens += finished.completion_tokens
+        self.reasoning_tokens += finished.reasoning_tokens
+        if finished.index == 0:
+            self.cached_tokens = finished.cached_tokens
+
+    def wire(self) -> dict[str, Any]:
+        """The `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+class ChatStream:
+    """Events of one job to the bytes of its event stream."""
+
+    def __init__(self, head: AnswerHead, usage: UsageCount, *, include_usage: bool, return_progress: bool) -> None:
+        self._head = head
+        self._usage = usage
+        self._include_usage = include_usage
+        self._return_progress = return_progress
+
+    def write(self, event: JobEvent) -> bytes:
+        """The bytes that `event` adds to the stream, possibly none."""
+        match event:
+            case Started():
+                # Clients learn at once that the request has left the queue.
+                role = {"role": "assistant", "content": ""}
+                return b"".join(self._choice(index, role) for index in range(self._head.choices))
+            case Progress():
+                return self._progress(event) if self._return_progress else b""
+            case Deltas():
+                return b"".join(self._choice(event.index, _delta(delta)) for delta in event.deltas)
+            case ChoiceFinished():
+                self._usage.add(event)
+                return self._choice(event.index, {}, event.reason)
+            case Finished():
+                usage = self._event([], usage=self._usage.wire()) if self._include_usage else b""
+                return usage + sse.DONE
+            case Failed():
+                return sse.error_event(to_api_error(event.error))
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        head = self._head
+        return sse.event(
+            {
+                "id": head.completion_id,
+                "object": "chat.completion.chunk",
+                "created": head.created,
+                "model": head.model,
+                "choices": choices,
+                **more,
+            }
+        )
+
+    def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
+        return self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}])
+
+    def _progress(self, progress: Progress) -> bytes:
+        return self._event(
+            [],
+            prompt_progress={
+                "total": progress.total,
+                "cache": progress.cached,
+                "processed": progress.processed,
+                "time_ms": round(progress.elapsed_s * 1000),
+            },
+        )
+
+
+def _delta(delta: TextDelta | ToolCallDelta) -> dict[str, Any]:
+    if isinstance(delta, TextDelta):
+        return {"content" if delta.channel == "content" else "reasoning_content": delta.text}
+    if delta.call_id is None:
+        call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
+    else:
+        function = {"name": delta.name, "arguments": delta.arguments}
+        call = {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
+    return {"tool_calls": [call]}
+
+
+@dataclass(slots=True)
+class _Call:
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class _Choice:
+    content: str = ""
+    reasoning: str = ""
+    calls: list[_Call] = field(default_factory=list)
+    reason: str | None = None
+
+
+class ChatAnswer:
+    """Collects the events of one job into one `chat.completion` object."""
+
+    def __init__(self, head: AnswerHead, usage: UsageCount) -> None:
+        self._head = head
+        self._usage = usage
+        self._choices = [_Choice() for _ in range(head.choices)]
+
+    def add(self, event: JobEvent) -> None:
+        """Take in one event."""
+        if isinstance(event, ChoiceFinished):
+            self._usage.add(event)
+            self._choices[event.index].reason = event.reason
+        elif isinstance(event, Deltas):
+            for delta in event.deltas:
+                _append(self._choices[event.index], delta)
+
+    def wire(self) -> dict[str, Any]:
+        """The response body."""
+        return {
+            "id": self._head.completion_id,
+            "object": "chat.completion",
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": [
+                {"index": index, "message": _message(choice), "logprobs": None, "finish_reason": choice.reason}
+                for index, choice in enumerate(self._choices)
+            ],
+            "usage": self._usage.wire(),
+        }
+
+
+def _append(choice: _Choice, delta: TextDelta | ToolCallDelta) -> None:
+    if isinstance(delta, ToolCallDelta):
+        if delta.call_id is not None:
+            choice.calls.append(_Call(delta.call_id, delta.name or "", delta.arguments))
+        else:
+            choice.calls[delta.index].arguments += delta.arguments
+    elif delta.channel == "content":
+        choice.content += delta.text
+    else:
+        choice.reasoning += delta.text
+
+
+def _message(choice: _Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["content"] = choice.content or None
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message

@@ -1,0 +1,319 @@
+"""Requests to the engine's vocabulary: messages to token ids, wire parameters to `GenerationRequest`.
+
+The one place where the model's defaults (generation_config.json) meet what a request asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.core import GenerationRequest, Prompt, SamplingParams
+from engine.errors import ContextLengthExceeded, ModelFileError, RequestError
+from engine.tokenizer import Tokenizer
+from server.errors import invalid, unsupported
+from server.schema import (
+    ChatCompletionRequest,
+    Content,
+    ImagePart,
+    Message,
+    RefusalPart,
+    StreamableRequest,
+    TextPart,
+)
+from server.template import ChatTemplate, SpecialTextGuard
+from server.toolcalls import decode_arguments
+
+THINK_START = "<think>"
+THINK_END = "</think>"
+TURN_START = "<|im_start|>"
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the checkpoint recommends: sampling for requests that do not say, and the tokens that end a turn."""
+
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+
+    @classmethod
+    def load(cls, directory: Path) -> GenerationDefaults:
+        """Read generation_config.json. ModelFileError if it is missing or holds values of a wrong type."""
+        path = directory / "generation_config.json"
+        try:
+            config = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelFileError(f"{path}: {error}") from None
+        if not isinstance(config, dict):
+            raise ModelFileError(f"{path}: expected a JSON object")
+        ends = config.get("eos_token_id")
+        ends = [ends] if isinstance(ends, int) else ends
+        if not isinstance(ends, list) or not ends or not all(isinstance(end, int) for end in ends):
+            raise ModelFileError(f"{path}: eos_token_id must be a token id or a list of them, got {ends!r}")
+        fields: dict[str, Any] = {}
+        for name, kind in _DEFAULTABLE.items():
+            value = config.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | kind):
+                raise ModelFileError(f"{path}: {name} must be a number, got {value!r}")
+            fields[name] = kind(value)
+        if config.get("do_sample") is False:
+            fields["temperature"] = 0.0
+        return cls(SamplingParams(**fields), frozenset(ends))
+
+
+_DEFAULTABLE: dict[str, type[int] | type[float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered conversation. text: what the model reads; in_reasoning: it ends inside an open thinking block."""
+
+    prompt: Prompt
+    text: str
+    in_reasoning: bool
+
+
+class PromptBuilder:
+    """Turns conversations into prompts for one checkpoint. Stateless after construction, so threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, defaults: GenerationDefaults) -> None:
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self._template = template
+        self._turn_start = tokenizer.added_tokens.get(TURN_START)
+        self.think_end = tuple(tokenizer.encode(THINK_END, allow_special=True))
+
+    def chat(self, request: ChatCompletionRequest) -> ChatPrompt:
+        """Render and encode the messages of `request`. Raises RequestError (400) for what cannot be rendered."""
+        guard = SpecialTextGuard(self.tokenizer.added_tokens)
+        messages = template_messages(request.messages)
+        continued = bool(request.continue_final_message)
+        if continued and request.add_generation_prompt:
+            raise invalid(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message"
+            )
+        messages = guard.protect(messages)
+        end_mark = ""
+        if continued:
+            messages, end_mark = _mark_end(messages, guard)
+        rendered = self._template.render(
+            messages,
+            tools=guard.protect(_template_tools(request)) or None,
+            add_generation_prompt=not continued and request.add_generation_prompt is not False,
+            **_template_values(request),
+        )
+        if continued:
+            rendered, mark, _ = rendered.partition(end_mark)
+            if not mark:
+                raise RequestError(
+                    "The chat template does not show the final message, so it cannot be continued.",
+                    param="continue_final_message",
+                )
+        pieces = guard.split(rendered)
+        ids: list[int] = []
+        for piece in pieces:
+            ids.extend(self.tokenizer.encode(piece.text, allow_special=piece.is_template))
+        tail = rendered[rendered.rfind(TURN_START) :]
+        return ChatPrompt(
+            prompt=Prompt(np.asarray(ids, dtype=np.int32), self._boundaries(ids)),
+            text="".join(piece.text for piece in pieces),
+            in_reasoning=tail.rfind(THINK_START) > tail.rfind(THINK_END),
+        )
+
+    def _boundaries(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Positions at which a turn begins: later prompts share everything before one of them."""
+        return tuple(position for position, token in enumerate(ids) if position > 0 and token == self._turn_start)
+
+    def generation_request(
+        self,
+        request: StreamableRequest,
+        prompt: Prompt,
+        *,
+        request_id: str,
+        max_tokens: int | None,
+        context_length: int,
+    ) -> GenerationRequest:
+        """Merge the model's defaults with the request, and check that everything fits.
+
+        max_tokens None: as many as the context leaves. Raises ContextLengthExceeded, RequestError.
+        """
+        prompt_tokens = len(prompt.token_ids)
+        if prompt_tokens + (max_tokens if max_tokens is not None else 1) > context_length:
+            raise ContextLengthExceeded(prompt_tokens, max_tokens if max_tokens is not None else 1, context_length)
+        return GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            max_tokens=max_tokens if max_tokens is not None else context_length - prompt_tokens,
+            sampling=self._sampling(request),
+            stop_token_ids=self.defaults.stop_token_ids,
+        )
+
+    def _sampling(self, request: StreamableRequest) -> SamplingParams:
+        given: dict[str, Any] = {name: value for name in _DEFAULTABLE if (value := getattr(request, name)) is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        return replace(
+            self.defaults.sampling, **given, seed=request.seed, logit_bias=self._logit_bias(request.logit_bias)
+        )
+
+    def _logit_bias(self, bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+        pairs: list[tuple[int, float]] = []
+        for key, value in (bias or {}).items():
+            if not key.isascii() or not key.isdigit() or int(key) >= self.tokenizer.vocab_size:
+                raise invalid(
+                    f"Invalid key in 'logit_bias': expected a token id from 0 to {self.tokenizer.vocab_size - 1}.",
+                    "logit_bias",
+                )
+            pairs.append((int(key), value))
+        return tuple(pairs)
+
+
+def output_limit(request: ChatCompletionRequest) -> int | None:
+    """The smaller of max_tokens and max_completion_tokens, None if neither is given."""
+    limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
+    return min(limits, default=None)
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The checked stop strings of a request."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOP_STRINGS:
+        raise invalid(f"At most {MAX_STOP_STRINGS} stop strings are accepted, got {len(stops)}.", "stop")
+    for text in stops:
+        if not 0 < len(text) <= MAX_STOP_LENGTH:
+            raise invalid(f"A stop string must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)}.", "stop")
+    return stops
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages in the form that templates of this family expect.
+
+    developer is system; all system texts move to the front, in order; text parts are joined; null is no text;
+    arguments of calls become objects.
+    """
+    instructions: list[str] = []
+    turns: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        if message.role in ("system", "developer"):
+            content = _content(message.content, f"messages[{index}].content")
+            if not isinstance(content, str):
+                raise invalid("A system message cannot hold images.", f"messages[{index}].content")
+            instructions.append(content)
+        else:
+            turns.append(_turn(message, index))
+    if not any(turn["role"] == "user" for turn in turns):
+        raise RequestError("There must be at least one user message.", param="messages", code="invalid_value")
+    if instructions:
+        turns.insert(0, {"role": "system", "content": "\n\n".join(text for text in instructions if text)})
+    return turns
+
+
+def _turn(message: Message, index: int) -> dict[str, Any]:
+    content = _content(message.content, f"messages[{index}].content")
+    turn: dict[str, Any] = {"role": message.role, "content": content}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.role == "assistant":
+        reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+        if reasoning is None and isinstance(content, str):
+            reasoning, turn["content"] = _split_reasoning(content)
+        if reasoning is not None:
+            turn["reasoning_content"] = reasoning
+        if not turn["content"] and message.refusal:
+            turn["content"] = message.refusal
+        if message.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": decode_arguments(call.function.arguments),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+    elif message.tool_calls:
+        raise invalid("Only an assistant message can hold tool calls.", f"messages[{index}].tool_calls")
+    return turn
+
+
+def _split_reasoning(content: str) -> tuple[str | None, str]:
+    """Separate a thinking block that a client left at the front of an answer; tags elsewhere are plain text."""
+    text = content.lstrip()
+    if not text.startswith(THINK_START) or THINK_END not in text:
+        return None, content
+    reasoning, _, answer = text.removeprefix(THINK_START).partition(THINK_END)
+    return reasoning.strip(), answer.lstrip("\n")
+
+
+def _content(content: Content | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if isinstance(part, TextPart):
+            texts.append(part.text)
+        elif isinstance(part, RefusalPart):
+            texts.append(part.refusal)
+        else:
+            kind = "image_url" if isinstance(part, ImagePart) else part.type
+            raise unsupported(f"{path}[{index}].{kind}", "Only text parts are.")
+    return "".join(texts)
+
+
+def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:
+    """Tool definitions, exactly as the client wrote them."""
+    if not request.tools or request.tool_choice == "none":
+        return []
+    return [tool.source for tool in request.tools]
+
+
+def _template_values(request: ChatCompletionRequest) -> dict[str, bool]:
+    """The switches a template knows. Nothing else of a request reaches it."""
+    values: dict[str, bool] = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name not in ("enable_thinking", "preserve_thinking", "add_vision_id") or value is None:
+            continue
+        if not isinstance(value, bool):
+            raise invalid(
+                f"Invalid type for 'chat_template_kwargs.{name}': expected a boolean.",
+                f"chat_template_kwargs.{name}",
+                "invalid_type",
+            )
+        values[name] = value
+    if "enable_thinking" not in values:
+        if request.enable_thinking is not None:
+            values["enable_thinking"] = request.enable_thinking
+        elif request.reasoning_effort == "none":
+            values["enable_thinking"] = False
+    return values
+
+
+def _mark_end(messages: list[dict[str, Any]], guard: SpecialTextGuard) -> tuple[list[dict[str, Any]], str]:
+    """Put a mark where the final message ends, so that the rendering can be cut there."""
+    final = messages[-1]
+    if final["role"] != "assistant" or final.get("tool_calls"):
+        raise invalid(
+            "'continue_final_message' needs a final assistant message without tool calls.", "continue_final_message"
+        )
+    mark = guard.new_mark()
+    field = "reasoning_content" if not final["content"] and final.get("reasoning_content") else "content"
+    return [*messages[:-1], {**final, field: final[field] + mark}], mark

@@ -1,0 +1,367 @@
+"""Wire types of the requests, and nothing else: what JSON is accepted, and how a refusal names the culprit.
+
+Unknown fields are kept in `model_extra` so that `unknown_fields` can report them; they never change an answer.
+`null` means "not given" everywhere, as the official clients use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from server.errors import ApiError, invalid, unsupported
+
+
+class WireModel(BaseModel):
+    """Base of all request objects: strict types, immutable, unknown keys kept aside."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+class TextPart(WireModel):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(WireModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ImageUrl(WireModel):
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(WireModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class AudioPart(WireModel):
+    type: Literal["input_audio"]
+
+
+class FilePart(WireModel):
+    type: Literal["file"]
+
+
+class VideoPart(WireModel):
+    type: Literal["video_url"]
+
+
+ContentPart = Annotated[
+    TextPart | RefusalPart | ImagePart | AudioPart | FilePart | VideoPart, Field(discriminator="type")
+]
+Content = str | list[ContentPart]
+
+
+class FunctionCall(WireModel):
+    """`arguments`: JSON text as the API defines it, or an object as some agents send it."""
+
+    name: str = Field(min_length=1)
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(WireModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(WireModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionDefinition(WireModel):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(WireModel):
+    """`source` is the definition as the client wrote it: models see its keys in the client's order."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+    _source: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        return self._source
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_source(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        tool = handler(value)
+        if isinstance(value, dict):
+            tool._source = value
+        return tool
+
+
+class NamedFunction(WireModel):
+    name: str
+
+
+class NamedToolChoice(WireModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(WireModel):
+    """`schema` is a reserved name in pydantic, hence the alias."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(WireModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StreamableRequest(WireModel):
+    """What every generating endpoint shares."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0.0, le=2.0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0, allow_inf_nan=False)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: str | list[str] | None = None
+    n: int | None = Field(default=None, ge=1, le=128)
+    user: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatCompletionRequest(StreamableRequest):
+    messages: list[Message]
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_progress: bool | None = None
+    # Hints about storage, billing and attribution: they change no answer, so they are taken and not used.
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+
+
+# Fields that change an answer and are not implemented: the values that ask for nothing are let through.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "web_search_options": (None,),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "grammar": (None, ""),
+    "json_schema": (None, {}),
+    "regex": (None, ""),
+    "ebnf": (None, ""),
+    "logits_processors": (None, []),
+    "bad_words": (None, []),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+}
+
+
+def reject_unsupported(request: WireModel, neutral: Mapping[str, tuple[Any, ...]] = _NEUTRAL_VALUES) -> None:
+    """Raise a 400 that names the first known-but-unimplemented field that asks for something."""
+    for name, value in (request.model_extra or {}).items():
+        if name in neutral and value not in neutral[name]:
+            raise unsupported(name)
+
+
+Request = TypeVar("Request", bound=WireModel)
+
+MAX_DEPTH = 64
+
+
+def parse_json(body: bytes) -> Any:
+    """The JSON value of a request body. Malformed text, NaN, lone surrogates and deep nesting are a 400."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise invalid(f"The request body is not UTF-8 (byte {error.start}).", None, "invalid_json") from None
+    except json.JSONDecodeError as error:
+        message = f"The request body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        raise invalid(message, None, "invalid_json") from None
+    except RecursionError:
+        raise invalid("The request body is nested too deeply.", None, "invalid_json") from None
+    except ValueError as error:
+        raise invalid(f"The request body is not valid JSON: {error}.", None, "invalid_json") from None
+    _check_value(value, "", 0)
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_value(value: Any, path: str, depth: int) -> None:
+    """Refuse nesting over MAX_DEPTH and text that no UTF-8 can carry (half of a surrogate pair)."""
+    if depth > MAX_DEPTH:
+        raise invalid(f"The request body is nested deeper than {MAX_DEPTH} levels.", None, "invalid_json")
+    if isinstance(value, str):
+        _check_text(value, path)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key, path)
+            _check_value(item, f"{path}.{key}" if path else key, depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_value(item, f"{path}[{index}]", depth + 1)
+
+
+def _check_text(text: str, path: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"'{path}' holds half of a surrogate pair at character {error.start}: it is not valid Unicode."
+        raise invalid(message, path or None, "invalid_unicode") from None
+
+
+def parse_request(kind: type[Request], body: bytes) -> Request:
+    """A checked request of type `kind`; a 400 names the JSON path, what was expected and what was got."""
+    value = parse_json(body)
+    if not isinstance(value, dict):
+        raise invalid(f"The request body must be a JSON object, not {_type_name(value)}.", None, "invalid_json")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _validation_error(error.errors(include_url=False, include_context=True), value) from None
+
+
+def _validation_error(details: Iterable[ErrorDetails], body: Any) -> ApiError:
+    """Of all complaints, report the deepest path; several at that path are the branches of one union."""
+    located = [(_json_path(detail["loc"], body, detail["type"] == "missing"), detail) for detail in details]
+    path, first = max(located, key=lambda item: len(item[0]))
+    here = [detail for other, detail in located if other == path]
+    name = format_path(path)
+    if first["type"] == "missing":
+        return ApiError(400, f"Missing required parameter: '{name}'.", code="missing_required_parameter", param=name)
+    reasons = list(dict.fromkeys(_reason(detail) for detail in here))
+    is_type = all(detail["type"].endswith("_type") for detail in here)
+    message = f"Invalid {'type' if is_type else 'value'} for '{name}': {' or '.join(reasons)}."
+    if is_type:
+        message = f"{message[:-1]}, but got {_type_name(first['input'])}."
+    return ApiError(400, message, code="invalid_type" if is_type else "invalid_value", param=name)
+
+
+def _reason(detail: ErrorDetails) -> str:
+    text = detail["msg"]
+    return text.removeprefix("Input should be ").removeprefix("a valid ").replace("dictionary", "object")
+
+
+def _type_name(value: Any) -> str:
+    """The JSON name of a Python value's type; the value itself is request content and is not repeated."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    return "an array" if isinstance(value, list) else "an object"
+
+
+def _json_path(location: tuple[int | str, ...], body: Any, missing: bool) -> tuple[int | str, ...]:
+    """Pydantic's location without the names of union branches, which are no part of the JSON."""
+    path: list[int | str] = []
+    here = body
+    for position, step in enumerate(location):
+        is_last = position == len(location) - 1
+        if isinstance(here, dict) and isinstance(step, str) and (step in here or (missing and is_last)):
+            path.append(step)
+            here = here.get(step)
+        elif isinstance(here, list) and isinstance(step, int):
+            path.append(step)
+            here = here[step]
+    return tuple(path)
+
+
+def format_path(path: Iterable[int | str]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def unknown_fields(request: WireModel, prefix: str = "") -> Iterator[str]:
+    """Names of ignored fields, list positions left out: `messages[].extra`."""
+    for name in request.model_extra or {}:
+        yield prefix + name
+    for name in type(request).model_fields:
+        value = getattr(request, name)
+        if isinstance(value, WireModel):
+            yield from unknown_fields(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for item in value:
+                if isinstance(item, WireModel):
+                    yield from unknown_fields(item, f"{prefix}{name}[].")
