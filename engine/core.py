@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class FinishReason(StrEnum):
@@ -70,16 +72,33 @@ class SamplingParams:
     seed: int | None = None
 
 
+class TokenConstraint(Protocol):
+    """Steers one generation (grammar, thinking budget). The engine calls `allowed` before it draws a token and
+    `accept` with the token that it drew, in its own thread, for every token in order."""
+
+    def allowed(self) -> BoolArray | None:
+        """Which tokens may come next: bool [vocab_size], at least one of them true; None: any."""
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the token that was drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One generation. max_tokens >= 0 new tokens; stop_token_ids end generation and are reported as the
-    last TokenResult (finish_reason STOP), for the server to drop from the text."""
+    last TokenResult (finish_reason STOP), for the server to drop from the text.
+
+    constraint: disallowed tokens get logit -inf, after all other changes of the logits and before the draw.
+    top_logprobs: None reports no log-probabilities; k >= 0 reports the drawn token's and the k largest.
+    """
 
     request_id: str
     prompt: Prompt
     max_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
+    constraint: TokenConstraint | None = None
+    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +112,18 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities in nats under the model's own logits, before any change of them. logprob: of the drawn token;
+    top: the largest (token id, logprob) pairs, descending."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenResult:
-    """One generated token. `finish_reason` is set on the last one only."""
+    """One generated token. `finish_reason` is set on the last one only; `logprobs` if the request wants them."""
 
     token_id: int
     finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
