@@ -102,8 +102,8 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
-    """Serve a checkpoint until a signal ends it. Returns the exit status: 0, or 1 if the engine failed.
+def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[GracefulServer, EngineWorker]:
+    """A server for one checkpoint, and its worker; the caller starts and closes the worker and runs the server.
 
     ModelFileError if the checkpoint's text files are missing or wrong; the weights are checked by the engine.
     """
@@ -134,6 +134,12 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
         worker,
         config.shutdown_grace_s,
     )
+    return server, worker
+
+
+def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Serve a checkpoint until a signal ends it. Returns the exit status: 0, or 1 if the engine failed."""
+    server, worker = make_server(config, engine_config)
     worker.start()
     try:
         server.run()

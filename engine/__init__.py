@@ -1,0 +1,1 @@
+"""The model: checkpoints, tokenizer, forward pass, sampling. Knows no HTTP."""

@@ -1,0 +1,239 @@
+"""The `fermion` command. Owns flags, exit codes and help; every command imports what it needs when it runs.
+
+Exit codes: 0 done; 1 something failed on the way; 2 the input or a setting is at fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.errors import ConfigError, FermionError, ModelFileError, RequestError
+
+app = typer.Typer(
+    name="fermion",
+    help="OpenAI-compatible server for the Qwen3.6 family on old and small machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure speed; make synthetic models to measure on.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_ENGINE = "Engine"
+_LIMITS = "Limits"
+_ACCESS = "Access"
+
+Model = Annotated[
+    Path | None, typer.Argument(help="Checkpoint directory; the built-in demo model if not given.", show_default=False)
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="TOML file of settings (see docs/settings.md).", show_default=False),
+]
+SimdTier = Annotated[
+    str | None,
+    typer.Option(
+        help="Highest kernel tier: auto, scalar, ssse3, avx2 or avx512. [auto]",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads that compute. [one per physical core]", rich_help_panel=_ENGINE, show_default=False),
+]
+Compute = Annotated[
+    str | None,
+    typer.Option(
+        help="w4a8: integer kernels; f32: exact and slow, to verify against. [w4a8]",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(help="Context window in tokens. [the model's own]", rich_help_panel=_ENGINE, show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    app()
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turn fermion's errors into one line on stderr and an exit code."""
+    try:
+        yield
+    except FermionError as error:
+        for line in str(error).splitlines():
+            typer.echo(f"error: {line}", err=True)
+        is_input = isinstance(error, ConfigError | ModelFileError | RequestError)
+        raise typer.Exit(2 if is_input else 1) from error
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; nobody is left to tell
+        raise typer.Exit(1) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fermion {version('fermion')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    config: ConfigFile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 lets the system choose. [8000]", show_default=False)] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in the API. [the directory's name]", show_default=False)
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error. [info]", show_default=False)
+    ] = None,
+    simd_tier: SimdTier = None,
+    threads: Threads = None,
+    compute: Compute = None,
+    context_length: ContextLength = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key that clients must send. Better in FERMION_API_KEY or a file: other users see command lines.",
+            rich_help_panel=_ACCESS,
+            show_default=False,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of accepted keys, one per line.", rich_help_panel=_ACCESS, show_default=False),
+    ] = None,
+    cors_origins: Annotated[
+        str | None,
+        typer.Option(
+            help="Web origins whose pages may call, separated by commas; * is any. [none]",
+            rich_help_panel=_ACCESS,
+            show_default=False,
+        ),
+    ] = None,
+    queue_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that may wait; more are answered 429. [64]", rich_help_panel=_LIMITS, show_default=False
+        ),
+    ] = None,
+    keep_alive_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest silence on a waiting connection, seconds. [5]", rich_help_panel=_LIMITS, show_default=False
+        ),
+    ] = None,
+    max_body_mb: Annotated[
+        int | None,
+        typer.Option(help="Largest request body, MiB. [64]", rich_help_panel=_LIMITS, show_default=False),
+    ] = None,
+    shutdown_grace_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that running requests get when the server stops. [30]",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model at http://HOST:PORT/v1.
+
+    Every flag is also an environment variable (--queue-size: FERMION_QUEUE_SIZE) and a key of the --config file
+    (queue_size). Flags win over the environment, the environment over the file.
+    """
+    flags = {name: value for name, value in locals().items() if name != "config"}
+    with _exit_codes():
+        import logging
+        import os
+
+        from server.app import serve as serve_until_stopped
+        from server.config import load_settings, unknown_variables
+
+        settings = load_settings(flags, config)
+        logging.basicConfig(
+            level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr
+        )
+        for sentence in unknown_variables(os.environ):
+            logging.getLogger("fermion").warning("%s", sentence)
+        raise typer.Exit(serve_until_stopped(settings.server_config(), settings.engine_config()))
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to this server (http://host:8000/v1) instead of starting one.", show_default=False),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FERMION_API_KEY", help="Key for --url.", show_default=False)
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    think: Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")] = True,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="Sampling temperature. [the model's]", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer in tokens. [no limit]", show_default=False)
+    ] = None,
+    simd_tier: SimdTier = None,
+    threads: Threads = None,
+    context_length: ContextLength = None,
+) -> None:
+    """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the talk, /help lists commands."""
+    with _exit_codes():
+        from server import chat as terminal
+        from server.config import load_settings
+
+        options = terminal.ChatOptions(system=system, think=think, temperature=temperature, max_tokens=max_tokens)
+        if url is not None:
+            if model is not None:
+                raise ConfigError("MODEL and --url exclude each other: a server has its own model")
+            terminal.run(url, api_key, options)
+            return
+        settings = load_settings(
+            {"model": model, "simd_tier": simd_tier, "threads": threads, "context_length": context_length}
+        )
+        with terminal.local_server(settings) as local_url:
+            terminal.run(local_url, None, options)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def convert(context: typer.Context) -> None:
+    """Convert a published checkpoint into a 4-bit one. An interrupted run goes on when repeated."""
+    from engine.convert.cli import convert as command
+
+    _run_foreign(command, context)
+
+
+def _run_foreign(command: Callable[..., None], context: typer.Context) -> None:
+    """Run a command whose flags are described where its code is, so that they are read only when it is used."""
+    foreign = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    foreign.command()(command)
+    foreign(args=context.args, prog_name=context.command_path)
