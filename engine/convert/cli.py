@@ -14,14 +14,15 @@ from engine.errors import FermionError
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Directory of published safetensors shards.")],
+    source: Annotated[Path, typer.Argument(help="Directory of published safetensors, or (first) GGUF file.")],
     destination: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
+    vision_file: Annotated[Path | None, typer.Option(help="GGUF file of the vision tower (mmproj).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Worker threads; default: every usable CPU.")] = None,
 ) -> None:
     """Convert a published checkpoint into a fermion checkpoint (4-bit). An interrupted run continues when repeated."""
     try:
-        prepared = conversion.prepare(source)
+        prepared = conversion.prepare(source, vision_file)
         typer.echo(conversion.describe(prepared))
         if not dry_run:
             conversion.run(prepared, destination, threads=threads, progress=ProgressLine("converting"))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from engine.convert import quantize
+from engine.convert import gguf_config, quantize
+from engine.convert.gguf_config import GgufKeys
+from engine.convert.gguf_file import read_gguf
+from engine.convert.gguf_layout import GgufCheckpoint
 from engine.convert.hf_layout import HfCheckpoint
 from engine.convert.plan import Plan, build_plan
 from engine.convert.safetensors import read_checkpoint
-from engine.convert.source_config import QUANTIZATION, Json, geometry, load_config, load_json
+from engine.convert.source_config import QUANTIZATION, Json, dump_json, geometry, load_config, load_json
 from engine.convert.writer import ProgressReport, plan_bytes, write_checkpoint
-from engine.errors import ModelFileError
+from engine.errors import ConfigError, ModelFileError
 
 COPIED_FILES = (
     "tokenizer.json",
@@ -36,18 +38,48 @@ class Conversion:
     notes: tuple[str, ...]
 
 
-def prepare(source: Path) -> Conversion:
-    """Reads headers and configuration only. Raises ModelFileError for anything not understood."""
-    if not source.is_dir():
-        raise ModelFileError(f"{source}: expected a directory with config.json and safetensors files")
-    config_path = source / "config.json"
-    config = load_config(config_path)
-    _check_source_quantization(config_path, config)
-    plan = build_plan(HfCheckpoint(source, read_checkpoint(source)), geometry(config_path, config))
+def prepare(source: Path, vision_file: Path | None = None) -> Conversion:
+    """Reads headers and configuration only. source: a directory of safetensors, or a GGUF file (of several: the
+    first); vision_file: the GGUF file of the vision tower. Raises ModelFileError for anything not understood."""
     notes: list[str] = []
-    side_files = _side_files(source, notes)
-    side_files["config.json"] = _dump(_converted_config(config, plan, notes))
+    if source.suffix == ".gguf":
+        config, plan, side_files = _read_gguf_model(source, vision_file, notes)
+    elif vision_file is not None:
+        raise ConfigError(f"--vision-file {vision_file} goes with a GGUF model; {source} holds its own vision tower")
+    else:
+        config, plan, side_files = _read_directory(source)
+    side_files["config.json"] = dump_json(_converted_config(config, plan, notes))
+    wanted = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
+    notes += [f"the source has no {name}, so the checkpoint has none" for name in wanted if name not in side_files]
     return Conversion(plan, side_files, tuple(notes))
+
+
+def _read_directory(source: Path) -> tuple[Json, Plan, dict[str, bytes]]:
+    if not source.is_dir():
+        raise ModelFileError(f"{source}: expected a directory with config.json and safetensors files, or a .gguf file")
+    path = source / "config.json"
+    config = load_config(path)
+    _check_source_quantization(path, config)
+    plan = build_plan(HfCheckpoint(source, read_checkpoint(source)), geometry(path, config))
+    return config, plan, _side_files(source)
+
+
+def _read_gguf_model(source: Path, vision_file: Path | None, notes: list[str]) -> tuple[Json, Plan, dict[str, bytes]]:
+    metadata, entries = read_gguf(source)
+    keys, vision = GgufKeys(source, metadata), None
+    if vision_file is not None:
+        vision_metadata, vision_entries = read_gguf(vision_file)
+        vision = GgufKeys(vision_file, vision_metadata)
+        twice = sorted(entries.keys() & vision_entries.keys())
+        if twice:
+            raise ModelFileError(f"{vision_file}: tensor {twice[0]!r} is also in {source}")
+        entries |= vision_entries
+    else:
+        notes.append("no --vision-file given: the checkpoint will not read pictures")
+    config = gguf_config.model_config(keys, entries, vision)
+    shapes = geometry(source, config)
+    plan = build_plan(GgufCheckpoint(entries, shapes), shapes)
+    return config, plan, gguf_config.side_files(keys, vision)
 
 
 def run(conversion: Conversion, destination: Path, *, threads: int | None, progress: ProgressReport) -> None:
@@ -104,7 +136,7 @@ def _converted_config(config: Json, plan: Plan, notes: list[str]) -> Json:
     return converted
 
 
-def _side_files(source: Path, notes: list[str]) -> dict[str, bytes]:
+def _side_files(source: Path) -> dict[str, bytes]:
     """Tokenizer, template and defaults, byte for byte; two of them may hide inside older or newer files."""
     files: dict[str, bytes] = {}
     for name in COPIED_FILES:
@@ -120,13 +152,5 @@ def _side_files(source: Path, notes: list[str]) -> dict[str, bytes]:
     if "preprocessor_config.json" not in files and (source / "processor_config.json").is_file():
         processor = load_json(source / "processor_config.json").get("image_processor")
         if isinstance(processor, dict):
-            files["preprocessor_config.json"] = _dump(processor)
-    wanted = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
-    notes += [
-        f"the source has no {name}: the converted checkpoint lacks it too" for name in wanted if name not in files
-    ]
+            files["preprocessor_config.json"] = dump_json(processor)
     return files
-
-
-def _dump(value: Json) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -96,6 +96,11 @@ def load_json(path: Path) -> Json:
     return value
 
 
+def dump_json(value: Json) -> bytes:
+    """The text of a JSON file, keys in their order."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def load_config(path: Path) -> Json:
     """config.json in nested form: `model_type` qwen3_5_moe with `text_config`, and `vision_config` if present.
 

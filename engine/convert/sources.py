@@ -32,7 +32,8 @@ class RowSource(Protocol):
         """Rows row0..row1-1 as float32 [row1 - row0, cols]. Raises ModelFileError on a short read."""
 
 
-def _file_identity(path: Path) -> str:
+def file_identity(path: Path) -> str:
+    """Changes when the file is replaced or written to."""
     status = path.stat()
     return f"{path.name}:{status.st_size}:{status.st_mtime_ns}"
 
@@ -58,7 +59,8 @@ def read_bytes(path: Path, name: str, begin: int, size: int) -> UInt8Array:
     return buffer
 
 
-def _widen(raw: UInt8Array, dtype: str) -> Float32Array:
+def widen(raw: UInt8Array, dtype: str) -> Float32Array:
+    """Bytes of BF16, F16 or F32 numbers as float32, exactly."""
     if dtype == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "F16":
@@ -75,7 +77,7 @@ class FloatSource:
             raise ModelFileError(f"{entry.path}: tensor {entry.name!r}: expected BF16, F16 or F32, got {entry.dtype}")
         self.name, self.cols = entry.name, cols
         self.rows = prod(entry.shape) // cols
-        self.identity = f"{_file_identity(entry.path)}:{entry.name}:{entry.dtype}:{entry.begin}:{entry.end}"
+        self.identity = f"{file_identity(entry.path)}:{entry.name}:{entry.dtype}:{entry.begin}:{entry.end}"
         self._entry = entry
         self._row_bytes = (entry.end - entry.begin) // max(self.rows, 1)
 
@@ -83,7 +85,7 @@ class FloatSource:
         """Rows as float32 [row1 - row0, cols]."""
         begin = self._entry.begin + row0 * self._row_bytes
         raw = read_bytes(self._entry.path, self.name, begin, (row1 - row0) * self._row_bytes)
-        return _widen(raw, self._entry.dtype).reshape(row1 - row0, self.cols)
+        return widen(raw, self._entry.dtype).reshape(row1 - row0, self.cols)
 
 
 class ByteSource:
@@ -95,7 +97,7 @@ class ByteSource:
             raise ModelFileError(f"{entry.path}: tensor {entry.name!r}: expected U8, got {entry.dtype}")
         self.name, self.rows = entry.name, items
         self.cols = prod(entry.shape) // items
-        self.identity = f"{_file_identity(entry.path)}:{entry.name}:{entry.begin}:{entry.end}"
+        self.identity = f"{file_identity(entry.path)}:{entry.name}:{entry.begin}:{entry.end}"
         self._entry = entry
 
     def read_raw(self, row0: int, row1: int) -> UInt8Array:
@@ -133,7 +135,7 @@ class BlockFp8Source:
                 f"{scales.path}: tensor {scales.name!r}: expected shape {expected}, got {scales.shape}"
             )
         self._scales = FloatSource(scales, expected[1])
-        self.identity = f"{_file_identity(entry.path)}:{entry.name}:{entry.begin}:{self._scales.identity}"
+        self.identity = f"{file_identity(entry.path)}:{entry.name}:{entry.begin}:{self._scales.identity}"
         self._entry = entry
 
     def read(self, row0: int, row1: int) -> Float32Array:

@@ -1,0 +1,205 @@
+"""Writes the tiny checkpoints as GGUF: the transforms of the public converter, applied independently of our reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+from tiny_checkpoint import PREFIX, Weights
+
+ARCHITECTURE = "qwen35moe"
+LAYERS, KEY_HEADS, VALUE_HEADS, VALUE_DIM = 4, 2, 4, 16
+F32 = GGMLQuantizationType.F32
+
+LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+}
+OTHER_NAMES = {
+    f"{PREFIX}embed_tokens.weight": "token_embd.weight",
+    f"{PREFIX}norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "mtp.fc.weight": f"blk.{LAYERS}.nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": f"blk.{LAYERS}.nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": f"blk.{LAYERS}.nextn.hnorm.weight",
+    "mtp.norm.weight": f"blk.{LAYERS}.nextn.shared_head_norm.weight",
+}
+VISION_NAMES = {
+    "pos_embed": "v.position_embd",
+    "patch_embed.proj": "v.patch_embd",
+    "merger.norm": "v.post_ln",
+    "merger.linear_fc1": "mm.0",
+    "merger.linear_fc2": "mm.2",
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "attn.qkv": "attn_qkv",
+    "attn.proj": "attn_out",
+    "mlp.linear_fc1": "ffn_up",
+    "mlp.linear_fc2": "ffn_down",
+}
+
+
+def tiled(value: npt.NDArray[np.float32], axis: int, width: int) -> npt.NDArray[np.float32]:
+    """Value heads of `width` entries along an axis, from grouped [key head, repeat] to tiled [repeat, key head]."""
+    moved = np.moveaxis(value, axis, 0)
+    repeats = VALUE_HEADS // KEY_HEADS
+    heads = moved.reshape(KEY_HEADS, repeats, width, *moved.shape[1:])
+    return np.moveaxis(heads.swapaxes(0, 1).reshape(moved.shape), 0, axis)
+
+
+def transformed(name: str, value: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """What the public converter stores for one published text tensor."""
+    if "norm" in name and "linear_attn" not in name:
+        return value + np.float32(1)
+    if name.endswith("conv1d.weight"):
+        value = value[:, 0]
+    if "in_proj_qkv" in name or "conv1d" in name:
+        key_rows = len(value) - VALUE_HEADS * VALUE_DIM
+        return np.concatenate([value[:key_rows], tiled(value[key_rows:], 0, VALUE_DIM)])
+    if "in_proj_z" in name:
+        return tiled(value, 0, VALUE_DIM)
+    if any(part in name for part in ("in_proj_a", "in_proj_b", "dt_bias")):
+        return tiled(value, 0, 1)
+    if "A_log" in name:
+        return tiled(-np.exp(value), 0, 1)
+    if "out_proj" in name:
+        return tiled(value, 1, VALUE_DIM)
+    return value[0] if "shared_expert_gate" in name else value
+
+
+def text_name(name: str) -> str:
+    """Stored name of a published text tensor."""
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    head, index, suffix = name.removeprefix(PREFIX).removeprefix("mtp.").split(".", 2)
+    assert head == "layers"
+    return f"blk.{LAYERS if name.startswith('mtp.') else index}.{LAYER_NAMES[suffix]}"
+
+
+def text_tensors(weights: Weights, *, fused: bool) -> Weights:
+    """All text tensors as stored, gate and up together or apart."""
+    stored = {text_name(n): transformed(n, v) for n, v in weights.items() if "visual" not in n}
+    if not fused:
+        for name in [name for name in stored if "gate_up_exps" in name]:
+            both = stored.pop(name)
+            stored[name.replace("gate_up", "gate")] = both[:, : both.shape[1] // 2]
+            stored[name.replace("gate_up", "up")] = both[:, both.shape[1] // 2 :]
+    return stored
+
+
+def vision_tensors(weights: Weights) -> Weights:
+    """The vision tower as stored: two temporal slices of the patch convolution, short names."""
+    stored = {}
+    for name, value in weights.items():
+        if not name.startswith("model.visual."):
+            continue
+        stem, _, kind = name.removeprefix("model.visual.").rpartition(".")
+        if stem.startswith("blocks."):
+            _, index, part = stem.split(".", 2)
+            stored[f"v.blk.{index}.{VISION_NAMES[part]}.{kind}"] = value
+        elif stem == "patch_embed.proj" and kind == "weight":
+            stored["v.patch_embd.weight"], stored["v.patch_embd.weight.1"] = value[:, :, 0], value[:, :, 1]
+        else:
+            stored[f"{VISION_NAMES[stem]}.{kind}"] = value
+    return stored
+
+
+def write_text(
+    path: Path,
+    tensors: Weights,
+    *,
+    mtp: bool = True,
+    quantized: dict[str, GGMLQuantizationType] | None = None,
+    split_tensors: int = 0,
+) -> None:
+    """The text model; `quantized` names the tensors that are not F32."""
+    writer = GGUFWriter(path, ARCHITECTURE, split_max_tensors=split_tensors)
+    writer.add_block_count(LAYERS + int(mtp))
+    writer.add_context_length(8192)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(32)
+    writer.add_value_length(32)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e7)
+    writer.add_rope_dimension_count(8)
+    writer.add_array(f"{ARCHITECTURE}.rope.dimension_sections", [2, 1, 1, 0])
+    writer.add_expert_count(8)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(64)
+    writer.add_expert_shared_feed_forward_length(64)
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_state_size(16)
+    writer.add_ssm_group_count(KEY_HEADS)
+    writer.add_ssm_time_step_rank(VALUE_HEADS)
+    writer.add_ssm_inner_size(VALUE_HEADS * VALUE_DIM)
+    writer.add_uint32(f"{ARCHITECTURE}.full_attention_interval", 4)
+    if mtp:
+        writer.add_uint32(f"{ARCHITECTURE}.nextn_predict_layers", 1)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list(["a", "b", "ab", "<|endoftext|>", "<|im_end|>", "<think>", "<|image_pad|>", "[PAD7]"])
+    writer.add_token_types([1, 1, 1, 3, 3, 4, 3, 5])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(4)
+    writer.add_chat_template("{{ messages }}")
+    _write(writer, tensors, quantized or {})
+
+
+def write_vision(path: Path, tensors: Weights) -> None:
+    """The vision tower's own file."""
+    writer = GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", "qwen3vl_merger")
+    numbers = {
+        "block_count": 2,
+        "embedding_length": 48,
+        "feed_forward_length": 100,
+        "projection_dim": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "attention.head_count": 4,
+    }
+    for key, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    _write(writer, tensors, {})
+
+
+def _write(writer: GGUFWriter, tensors: Weights, quantized: dict[str, GGMLQuantizationType]) -> None:
+    for name, value in tensors.items():
+        kind = quantized.get(name, F32)
+        if kind is F32:
+            writer.add_tensor(name, np.ascontiguousarray(value))
+        else:
+            writer.add_tensor(name, quantize(value, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
