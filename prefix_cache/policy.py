@@ -1,0 +1,172 @@
+"""Where to cut a prefill and where to take snapshots. Pure functions of token ids and boundaries.
+
+Canonical cuts depend on the prefix alone, so a warm and a cold run execute the same calls with the same shapes
+and a resumed state has the same bits even where kernels are not batch-invariant.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from .key import PAGE_TOKENS, MediaSpan
+from .snapshot import Kind
+
+SEGMENT_TOKENS = 1024
+"""Longest canonical segment: bounds what a cancelled or edited long message recomputes."""
+MIN_GAP = 128
+"""A snapshot of the 35B shape weighs as much as KV of 3,144 tokens, so closer ones do not pay."""
+TAIL_GAPS = (128, 512)
+"""Extra points before the end of a long last message, where documents meet changing questions."""
+_GENERATION_WINDOW = 16
+_HEADER_TOKENS = 4
+
+
+class Cuts(StrEnum):
+    """Which positions give a state whose bits do not depend on how the prefill was cut.
+
+    CANONICAL: only the canonical cuts. GRID: also multiples of 64 (batch-invariant matmul, chunked delta rule).
+    ANY: every position (kernels that treat each token alike).
+    """
+
+    CANONICAL = "canonical"
+    GRID = "grid"
+    ANY = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """Token ids of the chat template. turn_start opens a message, newline closes its header, assistant is the
+    token after turn_start in the assistant's header."""
+
+    turn_start: int
+    newline: int
+    assistant: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Take a snapshot of `kind` after `position` tokens."""
+
+    position: int
+    kind: Kind
+
+
+def canonical_cuts(
+    token_ids: npt.NDArray[np.integer], markers: Markers | None, media: Sequence[MediaSpan] = ()
+) -> list[int]:
+    """Ascending cut positions in (0, tokens]: after each role header, at picture edges, and every 1,024 tokens
+    since the last cut. Headers other than the assistant's count only 128 tokens or more after the last cut.
+
+    The cuts of a prefix are the cuts of the whole that lie inside it; resuming at one is exact.
+    markers None: the model has no chat template, only pictures and the 1,024 grid cut.
+    """
+    n = len(token_ids)
+    events: dict[int, bool] = {}
+    if markers is not None:
+        for start in np.flatnonzero(token_ids == markers.turn_start).tolist():
+            for end in range(start + 2, min(start + 2 + _HEADER_TOKENS, n + 1)):
+                if int(token_ids[end - 1]) == markers.newline:
+                    always = int(token_ids[start + 1]) == markers.assistant
+                    events[end] = events.get(end, False) or always
+                    break
+    for span in media:
+        for edge in (span.start, span.start + span.count):
+            if 0 < edge <= n:
+                events[edge] = True
+    cuts: list[int] = []
+    last = 0
+    for position in sorted(events):
+        while position - last >= SEGMENT_TOKENS:
+            last += SEGMENT_TOKENS
+            cuts.append(last)
+        if position > last and (events[position] or position - last >= MIN_GAP):
+            last = position
+            cuts.append(last)
+    while n - last >= SEGMENT_TOKENS:
+        last += SEGMENT_TOKENS
+        cuts.append(last)
+    return cuts
+
+
+def snap(position: int, cuts: Sequence[int], mode: Cuts) -> int:
+    """The deepest exact position <= `position`; 0 if there is none. cuts: from `canonical_cuts`."""
+    if mode is Cuts.ANY:
+        return position
+    index = bisect.bisect_right(cuts, position)
+    best = cuts[index - 1] if index else 0
+    return max(best, position // PAGE_TOKENS * PAGE_TOKENS) if mode is Cuts.GRID else best
+
+
+def plan(
+    tokens: int,
+    boundaries: Sequence[int],
+    cuts: Sequence[int],
+    mode: Cuts,
+    *,
+    resume: int = 0,
+    matched: int = 0,
+) -> list[Placement]:
+    """Snapshots to take while prefilling [resume, tokens), ascending, each in (resume, tokens - 1].
+
+    boundaries: ascending ends of template parts (`Prompt.boundaries`): the first is the end of system and tools,
+    one within 16 tokens of the end is the header of the generation prompt, the others start messages.
+    matched: tokens of this prompt that the index knows (`Outcome.matched`); where they exceed `resume` by more
+    than a page, prompts branch there for the second time and the branch gets its own snapshot.
+    Positions at or below `tokens - 1` only: the last prompt token must be forwarded to give logits.
+    """
+    points = sorted({b for b in boundaries if 0 < b < tokens})
+    wanted: dict[int, Kind] = {}
+
+    def want(position: int, kind: Kind) -> None:
+        position = snap(min(position, tokens - 1), cuts, mode)
+        if position > resume:
+            wanted[position] = min(wanted.get(position, kind), kind, key=_RANK.__getitem__)
+
+    generation = points[-1] if points and tokens - points[-1] <= _GENERATION_WINDOW else None
+    content_end = generation if generation is not None else tokens
+    start = 0
+    for end in [*points, tokens]:
+        gap = SEGMENT_TOKENS
+        while gap < end - start:
+            want(_page_floor(end - gap, start), Kind.INTERIOR)
+            gap *= 2
+        start = end
+    last_start = max((p for p in points if p < content_end), default=0)
+    if content_end - last_start > SEGMENT_TOKENS:
+        for gap in TAIL_GAPS:
+            want(_page_floor(content_end - gap, last_start), Kind.INTERIOR)
+    for index, point in enumerate(points):
+        if point != generation:
+            want(point, Kind.SYSTEM if index == 0 else Kind.MESSAGE)
+    if generation is not None:
+        want(generation, Kind.GENERATION)
+    if matched > resume + PAGE_TOKENS:
+        want(matched // PAGE_TOKENS * PAGE_TOKENS, Kind.BRANCH)
+
+    chosen: list[Placement] = []
+    last = resume
+    for position in sorted(wanted):
+        kind = wanted[position]
+        if kind in (Kind.MESSAGE, Kind.INTERIOR) and position - last < MIN_GAP and last > 0:
+            continue
+        chosen.append(Placement(position, kind))
+        last = position
+    return chosen
+
+
+_RANK = {
+    Kind.SYSTEM: 0, Kind.GENERATION: 1, Kind.BRANCH: 2, Kind.MESSAGE: 3,
+    Kind.INTERIOR: 4, Kind.REPLY: 5, Kind.CANCEL: 6, Kind.SHADOW: 7,
+}  # fmt: skip
+
+
+def _page_floor(position: int, above: int) -> int:
+    """`position` rounded down to a page, unless that leaves the message it lies in."""
+    floor = position // PAGE_TOKENS * PAGE_TOKENS
+    return floor if floor > above else position
