@@ -40,26 +40,30 @@ ConfigFile = Annotated[
 SimdTier = Annotated[
     str | None,
     typer.Option(
-        help="Highest kernel tier: auto, scalar, ssse3, avx2 or avx512. [auto]",
+        help="Highest kernel tier: auto, scalar, ssse3, avx2 or avx512. (default: auto)",
         rich_help_panel=_ENGINE,
         show_default=False,
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(help="Threads that compute. [one per physical core]", rich_help_panel=_ENGINE, show_default=False),
+    typer.Option(
+        help="Threads that compute. (default: one per physical core)", rich_help_panel=_ENGINE, show_default=False
+    ),
 ]
 Compute = Annotated[
     str | None,
     typer.Option(
-        help="w4a8: integer kernels; f32: exact and slow, to verify against. [w4a8]",
+        help="w4a8: integer kernels; f32: exact and slow, to verify against. (default: w4a8)",
         rich_help_panel=_ENGINE,
         show_default=False,
     ),
 ]
 ContextLength = Annotated[
     int | None,
-    typer.Option(help="Context window in tokens. [the model's own]", rich_help_panel=_ENGINE, show_default=False),
+    typer.Option(
+        help="Context window in tokens. (default: the model's own)", rich_help_panel=_ENGINE, show_default=False
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
 
@@ -105,13 +109,18 @@ def _global(
 def serve(
     model: Model = None,
     config: ConfigFile = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 lets the system choose. [8000]", show_default=False)] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. (default: 127.0.0.1)", show_default=False)
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 lets the system choose. (default: 8000)", show_default=False)
+    ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name in the API. [the directory's name]", show_default=False)
+        str | None,
+        typer.Option(help="The model's name in the API. (default: the directory's name)", show_default=False),
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error. [info]", show_default=False)
+        str | None, typer.Option(help="debug, info, warning or error. (default: info)", show_default=False)
     ] = None,
     simd_tier: SimdTier = None,
     threads: Threads = None,
@@ -132,7 +141,7 @@ def serve(
     cors_origins: Annotated[
         str | None,
         typer.Option(
-            help="Web origins whose pages may call, separated by commas; * is any. [none]",
+            help="Web origins whose pages may call, separated by commas; * is any. (default: none)",
             rich_help_panel=_ACCESS,
             show_default=False,
         ),
@@ -140,23 +149,27 @@ def serve(
     queue_size: Annotated[
         int | None,
         typer.Option(
-            help="Requests that may wait; more are answered 429. [64]", rich_help_panel=_LIMITS, show_default=False
+            help="Requests that may wait; more are answered 429. (default: 64)",
+            rich_help_panel=_LIMITS,
+            show_default=False,
         ),
     ] = None,
     keep_alive_s: Annotated[
         float | None,
         typer.Option(
-            help="Longest silence on a waiting connection, seconds. [5]", rich_help_panel=_LIMITS, show_default=False
+            help="Longest silence on a waiting connection, seconds. (default: 5)",
+            rich_help_panel=_LIMITS,
+            show_default=False,
         ),
     ] = None,
     max_body_mb: Annotated[
         int | None,
-        typer.Option(help="Largest request body, MiB. [64]", rich_help_panel=_LIMITS, show_default=False),
+        typer.Option(help="Largest request body, MiB. (default: 64)", rich_help_panel=_LIMITS, show_default=False),
     ] = None,
     shutdown_grace_s: Annotated[
         float | None,
         typer.Option(
-            help="Seconds that running requests get when the server stops. [30]",
+            help="Seconds that running requests get when the server stops. (default: 30)",
             rich_help_panel=_LIMITS,
             show_default=False,
         ),
@@ -164,18 +177,21 @@ def serve(
 ) -> None:
     """Serve a model at http://HOST:PORT/v1.
 
-    Every flag is also an environment variable (--queue-size: FERMION_QUEUE_SIZE) and a key of the --config file
-    (queue_size). Flags win over the environment, the environment over the file.
+    Each flag is also an environment variable (FERMION_QUEUE_SIZE) and a key of the --config file (queue_size).
+
+    Flags win over the environment, the environment over the file.
     """
     flags = {name: value for name, value in locals().items() if name != "config"}
     with _exit_codes():
         import logging
         import os
 
-        from server.app import serve as serve_until_stopped
         from server.config import load_settings, unknown_variables
 
         settings = load_settings(flags, config)
+
+        from server.app import serve as serve_until_stopped
+
         logging.basicConfig(
             level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr
         )
@@ -194,13 +210,17 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option(envvar="FERMION_API_KEY", help="Key for --url.", show_default=False)
     ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Which of the models of --url. (default: the first)", show_default=False)
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     think: Annotated[bool, typer.Option("--think/--no-think", help="Let the model reason before it answers.")] = True,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="Sampling temperature. [the model's]", show_default=False)
+        float | None,
+        typer.Option(min=0.0, max=2.0, help="Sampling temperature. (default: the model's)", show_default=False),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer in tokens. [no limit]", show_default=False)
+        int | None, typer.Option(min=1, help="Longest answer in tokens. (default: no limit)", show_default=False)
     ] = None,
     simd_tier: SimdTier = None,
     threads: Threads = None,
@@ -211,7 +231,9 @@ def chat(
         from server import chat as terminal
         from server.config import load_settings
 
-        options = terminal.ChatOptions(system=system, think=think, temperature=temperature, max_tokens=max_tokens)
+        options = terminal.ChatOptions(
+            system=system, think=think, temperature=temperature, max_tokens=max_tokens, model_name=model_name
+        )
         if url is not None:
             if model is not None:
                 raise ConfigError("MODEL and --url exclude each other: a server has its own model")

@@ -1,0 +1,110 @@
+"""The command line from outside: help, exit codes, one line per error, and no needless imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from server.config import Settings, flag
+
+FERMION = Path(sys.executable).with_name("fermion")
+
+
+def fermion(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [FERMION, *arguments],
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_lists_every_command() -> None:
+    result = fermion("--help")
+    assert result.returncode == 0
+    for command in ("serve", "chat", "info", "bench", "convert"):
+        assert re.search(rf"^\W*{command}\s+\S", result.stdout, re.MULTILINE), command
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", FERMION, "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"numpy", "pydantic", "pydantic_settings", "httpx2", "uvicorn", "starlette", "tokenizers"}
+
+
+def test_every_setting_is_a_flag_of_serve() -> None:
+    text = fermion("serve", "--help").stdout
+    for name in set(Settings.model_fields) - {"model"}:
+        assert flag(name) in text, name
+
+
+@pytest.mark.parametrize("command", ["chat", "info", "bench", "convert"])
+def test_each_command_explains_itself(command: str) -> None:
+    result = fermion(command, "--help")
+    assert result.returncode == 0
+    assert f"Usage: fermion {command}" in result.stdout
+
+
+def test_version() -> None:
+    assert fermion("--version").stdout == f"fermion {version('fermion')}\n"
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "server", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.startswith("fermion ")
+
+
+def test_an_unknown_flag_exits_with_2() -> None:
+    assert fermion("serve", "--prot", "1").returncode == 2
+
+
+def test_a_bad_value_exits_with_2_and_one_line() -> None:
+    result = fermion("serve", "--port", "99999")
+    assert result.returncode == 2
+    assert result.stderr == "error: --port 99999: input should be less than or equal to 65535\n"
+
+
+def test_a_bad_variable_exits_with_2_and_names_it() -> None:
+    result = fermion("serve", FERMION_SIMD_TIER="avx9")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: FERMION_SIMD_TIER 'avx9': input should be 'auto'")
+
+
+def test_an_unknown_key_exits_with_2_and_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "f.toml"
+    path.write_text("prot = 1\n")
+    result = fermion("serve", "--config", str(path))
+    assert result.returncode == 2
+    assert result.stderr == f"error: settings file {path}: unknown key 'prot'. Did you mean port?\n"
+
+
+def test_a_directory_without_a_model_exits_with_2(tmp_path: Path) -> None:
+    result = fermion("serve", str(tmp_path), "--port", "0")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {tmp_path}")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_server_and_a_model_exclude_each_other(tmp_path: Path) -> None:
+    result = fermion("chat", str(tmp_path), "--url", "http://127.0.0.1:1/v1")
+    assert result.returncode == 2
+    assert "exclude each other" in result.stderr
+
+
+def test_an_unreachable_server_exits_with_1() -> None:
+    result = fermion("chat", "--url", "http://127.0.0.1:1/v1")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: no server answers at http://127.0.0.1:1/v1/")
