@@ -108,11 +108,13 @@ test-ssse3: setup-dev ## the whole suite with the SSSE3 tier forced
 test-fast: setup-dev ## the suite without slow tests, best tier only
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
-lint: setup-dev ## ruff: rules and format
+lint: setup-dev ## ruff (rules and format), shellcheck, hadolint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/shellcheck .ci/run docker/*.sh
+	@$(BIN)/hadolint docker/*.Dockerfile
 
-typecheck: setup-dev ## mypy --strict on server, engine and prefix_cache
+typecheck: setup-dev ## mypy, strict, on server, engine and prefix_cache
 	@$(BIN)/mypy
 
 check: lint typecheck test ## all that CI runs
