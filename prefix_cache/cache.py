@@ -928,7 +928,7 @@ class PrefixCache:
                 chain = page_chain(copy.leaf)
                 base, first = self._disk_base(chain)
                 copy.refs += 1
-                nbytes = (len(chain) - first + 1) * self.geometry.page_bytes + self.geometry.recurrent_bytes
+                nbytes = self._file_bytes_at_most(entry, chain, first)
                 allowed = self._make_disk_room(nbytes) and disk.admit(nbytes)
             written: list[tuple[str, int, int]] = []
             done: tuple[str, int] | None = None
@@ -953,6 +953,18 @@ class PrefixCache:
                         first += count
                     entry.disk = DiskCopy(leaf, *done)
                 self._unref_copy(copy)
+
+    def _file_bytes_at_most(self, entry: Entry, chain: Sequence[RamPage], first: int) -> int:
+        """Bytes that writing a snapshot and chain[first:] can take, headers included."""
+        keys = [len(page.node.key) for page in chain]
+        payload = self.geometry.recurrent_bytes + self.geometry.page_bytes
+        total = fmt.snapshot_bytes_at_most(
+            payload, len(entry.tail_key), self.geometry.recurrent_blocks + 1, sum(keys)
+        )  # fmt: skip
+        for start in range(first, len(chain), PACK_PAGES):
+            pack = keys[start : start + PACK_PAGES]
+            total += fmt.pack_bytes_at_most(self.geometry.page_bytes, pack, sum(keys[:start]))
+        return total
 
     def _disk_base(self, chain: Sequence[RamPage]) -> tuple[DiskPage | None, int]:
         base, first = None, 0

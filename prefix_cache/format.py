@@ -183,6 +183,17 @@ def decode_snapshot(data: bytes, file_bytes: int) -> SnapshotHeader:
     )  # fmt: skip
 
 
+def pack_bytes_at_most(page_bytes: int, key_bytes: list[int], path_bytes: int) -> int:
+    """Upper bound of a pack's file size."""
+    header = PREFIX_BYTES + _PACK.size + sum(_PACK_PAGE.size + n for n in key_bytes) + path_bytes
+    return header + ALIGN + page_bytes * len(key_bytes)
+
+
+def snapshot_bytes_at_most(payload_bytes: int, tail_key_bytes: int, checksums: int, path_bytes: int) -> int:
+    """Upper bound of a snapshot's file size."""
+    return PREFIX_BYTES + _SNAPSHOT.size + tail_key_bytes + 4 * checksums + path_bytes + ALIGN + payload_bytes
+
+
 def payload_start(body_bytes: int, path_bytes: int) -> int:
     """Offset of the payload in the file."""
     return -(-(PREFIX_BYTES + body_bytes + path_bytes) // ALIGN) * ALIGN

@@ -1,0 +1,704 @@
+import errno
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cache_fakes import (
+    FINGERPRINT,
+    MEBIBYTE,
+    SMALL,
+    disk_config,
+    hit,
+    make_cache,
+    make_key,
+    store,
+    tokens,
+)
+
+from prefix_cache import Kind, clear_directory, fingerprint, list_directory
+from prefix_cache import format as fmt
+from prefix_cache import key as key_module
+from prefix_cache.files import Files
+
+IDS = tokens(3000)
+OTHER_FP = fingerprint({"weights": b"v" * 32})
+
+
+def folder_of(directory: Path) -> Path:
+    return directory / FINGERPRINT.hex()
+
+
+def files_in(directory: Path) -> list[Path]:
+    return sorted(p for p in folder_of(directory).iterdir() if p.suffix in (".kv", ".snap"))
+
+
+def filled(directory: Path, positions=(200, 1500, 2500), geometry=SMALL) -> None:
+    cache = make_cache(2000, geometry, disk=disk_config(directory))
+    for position in positions:
+        store(cache, make_key(IDS), position)
+    cache.close()
+
+
+def reopened(directory: Path, **extra):
+    return make_cache(extra.pop("blocks", 2000), disk=disk_config(directory), **extra)
+
+
+# ---- round trip ----
+
+
+def test_restart_finds_everything_and_the_bytes_are_right(tmp_path):
+    filled(tmp_path)
+    cache = reopened(tmp_path)
+    outcome = cache.peek(make_key(IDS))
+    assert (outcome.position, outcome.tier) == (2500, "disk")
+    assert hit(cache, make_key(IDS)) == 2500
+    assert hit(cache, make_key(IDS[:2000])) == 1500
+    assert hit(cache, make_key(IDS[:300])) == 200
+    assert cache.stats.hits_by_tier == {"disk": 3}
+    assert hit(cache, make_key(IDS)) == 2500
+    assert cache.stats.hits_by_tier == {"disk": 3, "ram": 1}
+    assert cache.check_integrity() == []
+
+
+def test_payloads_larger_than_a_checksum_unit_round_trip(tmp_path):
+    cache = make_cache(80, MEBIBYTE, disk=disk_config(tmp_path))
+    store(cache, make_key(IDS), 700)
+    cache.close()
+    cache = make_cache(80, MEBIBYTE, disk=disk_config(tmp_path))
+    assert hit(cache, make_key(IDS)) == 700
+
+
+def test_kv_pages_are_written_once_for_all_snapshots(tmp_path):
+    cache = reopened(tmp_path)
+    store(cache, make_key(IDS), 1024)
+    cache.flush()
+    before = {p for p in files_in(tmp_path) if p.suffix == ".kv"}
+    store(cache, make_key(IDS), 700)
+    store(cache, make_key(IDS), 1100)
+    cache.flush()
+    added = {p for p in files_in(tmp_path) if p.suffix == ".kv"} - before
+    assert len(before) == 1
+    assert len(added) == 1
+    assert cache.check_integrity() == []
+
+
+def test_decoded_snapshots_keep_their_provenance_on_disk(tmp_path):
+    cache = reopened(tmp_path)
+    store(cache, make_key(IDS), 500, exact=300, kind=Kind.REPLY)
+    store(cache, make_key(IDS), 250)
+    cache.close()
+    cache = reopened(tmp_path)
+    assert hit(cache, make_key(IDS), exact=True) == 250
+    assert hit(cache, make_key(IDS)) == 500
+    assert cache.check_integrity() == []
+
+
+def test_files_and_folders_are_private(tmp_path):
+    old = os.umask(0)
+    try:
+        filled(tmp_path / "cache")
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "cache").rglob("*"):
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_clear_and_eviction_delete_files(tmp_path):
+    filled(tmp_path)
+    cache = reopened(tmp_path)
+    assert cache.clear() == 3
+    assert files_in(tmp_path) == []
+    assert cache.gauges()["disk_bytes"] == 0
+    assert cache.check_integrity() == []
+
+
+def test_size_cap_holds_and_real_sizes_are_counted(tmp_path):
+    cap = 60_000
+    cache = make_cache(200, disk=disk_config(tmp_path, capacity_bytes=cap))
+    for seed in range(20):
+        store(cache, make_key(tokens(700, seed)), 700)
+        cache.flush()
+        assert sum(p.stat().st_size for p in files_in(tmp_path)) == cache.gauges()["disk_bytes"] <= cap
+    assert sum(cache.stats.evicted_disk.values()) > 0
+    assert cache.check_integrity() == []
+
+
+def test_ram_is_a_cache_of_disk(tmp_path):
+    cache = make_cache(30, disk=disk_config(tmp_path))
+    for seed in range(10):
+        store(cache, make_key(tokens(600, seed)), 600)
+        cache.flush()
+    for seed in range(10):
+        assert hit(cache, make_key([*tokens(600, seed), 1])) == 600
+    assert cache.gauges()["ram_bytes_max"] <= 30 * 64
+    assert cache.check_integrity() == []
+
+
+def test_background_writer_persists_without_being_asked(tmp_path):
+    cache = make_cache(disk=disk_config(tmp_path))
+    cache.start()
+    store(cache, make_key(IDS), 500)
+    deadline = time.monotonic() + 10
+    while not cache.gauges()["snapshots_disk"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cache.gauges()["snapshots_disk"] == 1
+    cache.close()
+    assert hit(reopened(tmp_path), make_key(IDS)) == 500
+
+
+def test_young_snapshots_are_not_written(tmp_path):
+    now = [0.0]
+    cache = make_cache(disk=disk_config(tmp_path, write_delay_s=5.0), clock=lambda: now[0])
+    store(cache, make_key(IDS), 500)
+    assert cache._next_write(now=False) is None
+    now[0] = 5.0
+    assert cache._next_write(now=False) is not None
+
+
+def test_write_budget_refills_with_time(tmp_path):
+    now = [0.0]
+    config = disk_config(tmp_path, write_burst_bytes=20_000, write_bytes_per_day=86400 * 1000)
+    cache = make_cache(disk=config, clock=lambda: now[0])
+    for seed in (1, 2):
+        store(cache, make_key(tokens(600, seed)), 600)
+        cache.flush()
+    assert cache.gauges()["snapshots_disk"] == 1
+    assert cache.stats.disk_skipped_budget == 1
+    now[0] = 20.0
+    assert hit(cache, make_key([*tokens(600, 2), 1])) == 600  # a hit asks again for what was skipped
+    cache.flush()
+    assert cache.gauges()["snapshots_disk"] == 2
+
+
+def test_clock_that_jumps_back_gives_no_budget(tmp_path):
+    now = [1000.0]
+    config = disk_config(tmp_path, write_burst_bytes=20_000, write_bytes_per_day=86400)
+    cache = make_cache(disk=config, clock=lambda: now[0])
+    store(cache, make_key(tokens(600, 1)), 600)
+    cache.flush()
+    now[0] = -1e9
+    store(cache, make_key(tokens(600, 2)), 600)
+    cache.flush()
+    assert cache.stats.disk_skipped_budget == 1
+
+
+# ---- damage ----
+
+
+def check_after_damage(directory: Path, geometry=SMALL, blocks=2000) -> None:
+    """Whatever happened to the folder: right bytes or a miss with a reason, sound counts, and life goes on."""
+    cache = make_cache(blocks, geometry, disk=disk_config(directory))
+    for end in (300, 2000, 3000):
+        outcome, lease = cache.acquire(make_key(IDS[:end]))
+        if lease is None:
+            assert outcome.miss_reason is not None
+        else:
+            lease.release()
+    hit(cache, make_key(IDS))
+    assert cache.check_integrity() == []
+    for position in (200, 1500, 2500):
+        store(cache, make_key(IDS), position)
+    cache.flush()
+    assert hit(cache, make_key(IDS)) == 2500
+    cache.close()
+    cache = make_cache(blocks, geometry, disk=disk_config(directory))
+    assert hit(cache, make_key(IDS)) == 2500
+    assert cache.check_integrity() == []
+    cache.close()
+
+
+def header_bytes(path: Path) -> int:
+    data = path.read_bytes()
+    magic = fmt.PACK_MAGIC if path.suffix == ".kv" else fmt.SNAPSHOT_MAGIC
+    return fmt.PREFIX_BYTES + fmt.body_length(data, magic, len(data))
+
+
+@pytest.mark.parametrize("suffix", [".kv", ".snap"])
+def test_no_flipped_header_byte_is_accepted(tmp_path, suffix):
+    """Every byte of a header, so every field: the file is rejected, or (alignment padding) nothing changed."""
+    filled(tmp_path, positions=(200,))
+    path = next(p for p in files_in(tmp_path) if p.suffix == suffix)
+    data = path.read_bytes()
+    decode = fmt.decode_pack if suffix == ".kv" else fmt.decode_snapshot
+    good = decode(data, len(data))
+    for at in range(header_bytes(path)):
+        bad = bytearray(data)
+        bad[at] ^= 1 << (at % 8)
+        try:
+            assert decode(bytes(bad), len(bad)) == good
+            assert 24 <= at < 32
+        except fmt.FileRejected:
+            pass
+
+
+@pytest.mark.parametrize("suffix", [".kv", ".snap"])
+@pytest.mark.parametrize("where", [0.0, 0.05, 0.3, 0.6, 0.999])
+def test_flipped_bit_anywhere_is_a_miss_with_a_reason(tmp_path, suffix, where):
+    filled(tmp_path)
+    path = [p for p in files_in(tmp_path) if p.suffix == suffix][-1]
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 0x10
+    path.write_bytes(data)
+    check_after_damage(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".kv", ".snap"])
+def test_every_mebibyte_of_payload_is_checked(tmp_path, suffix):
+    filled(tmp_path, positions=(1000,), geometry=MEBIBYTE)
+    path = next(p for p in files_in(tmp_path) if p.suffix == suffix)
+    data = path.read_bytes()
+    flips = range(len(data) - 1, fmt.ALIGN, -(1 << 20))
+    assert len(flips) >= 2
+    for at in flips:
+        bad = bytearray(data)
+        bad[at] ^= 1
+        path.write_bytes(bad)
+        cache = make_cache(40, MEBIBYTE, disk=disk_config(tmp_path))
+        outcome, lease = cache.acquire(make_key(IDS))
+        assert (lease, outcome.miss_reason) == (None, "corrupt")
+        assert not path.exists()
+        assert cache.stats.disk_corrupt == 1
+        assert cache.check_integrity() == []
+        cache.close()
+        for other in files_in(tmp_path):
+            other.unlink()
+        filled(tmp_path, positions=(1000,), geometry=MEBIBYTE)
+        path = next(p for p in files_in(tmp_path) if p.suffix == suffix)
+
+
+@pytest.mark.parametrize("suffix", [".kv", ".snap"])
+@pytest.mark.parametrize("keep", [0, 10, 60, 500, 4095, 4097, -1])
+def test_truncated_file_is_a_miss(tmp_path, suffix, keep):
+    filled(tmp_path)
+    path = [p for p in files_in(tmp_path) if p.suffix == suffix][-1]
+    data = path.read_bytes()
+    path.write_bytes(data[:keep])
+    check_after_damage(tmp_path)
+
+
+def test_file_truncated_while_open_is_a_miss(tmp_path):
+    filled(tmp_path)
+    cache = reopened(tmp_path)
+    for path in files_in(tmp_path):
+        os.truncate(path, path.stat().st_size - 1)
+    outcome, lease = cache.acquire(make_key(IDS))
+    assert (lease, outcome.miss_reason) == (None, "corrupt")
+    assert cache.check_integrity() == []
+
+
+def test_missing_pack_is_a_kv_gap_and_strands_nothing(tmp_path):
+    filled(tmp_path)
+    cache = reopened(tmp_path)
+    for path in files_in(tmp_path):
+        if path.suffix == ".kv" and path.stat().st_size > 4096:
+            path.unlink()
+    outcome, lease = cache.acquire(make_key(IDS))
+    assert (lease, outcome.miss_reason) == (None, "kv_gap")
+    assert cache.inspect() == []  # every snapshot stood on the lost pages
+    assert files_in(tmp_path) == []
+    assert cache.check_integrity() == []
+
+
+def test_pack_missing_at_start_takes_its_snapshots_along(tmp_path):
+    filled(tmp_path)
+    for path in files_in(tmp_path):
+        if path.suffix == ".kv":
+            path.unlink()
+    cache = reopened(tmp_path)
+    assert cache.inspect() == []
+    assert files_in(tmp_path) == []
+
+
+def test_packs_without_snapshots_and_temporary_files_are_collected(tmp_path):
+    filled(tmp_path)
+    for path in files_in(tmp_path):
+        if path.suffix == ".snap":
+            path.unlink()
+    (folder_of(tmp_path) / "tmp-1-abc").write_bytes(b"half")
+    reopened(tmp_path)
+    assert [p.name for p in folder_of(tmp_path).iterdir()] == ["lock"]
+
+
+def test_strange_files_are_left_alone(tmp_path):
+    filled(tmp_path)
+    note = folder_of(tmp_path) / "notes.txt"
+    note.write_text("mine")
+    cache = reopened(tmp_path)
+    cache.clear()
+    assert note.read_text() == "mine"
+
+
+def test_older_format_version_is_removed(tmp_path):
+    filled(tmp_path)
+    for path in files_in(tmp_path):
+        data = bytearray(path.read_bytes())
+        data[8] = 0
+        path.write_bytes(data)
+    count = len(files_in(tmp_path))
+    cache = reopened(tmp_path)
+    assert cache.stats.disk_old_version_removed == count
+    assert hit(cache, make_key(IDS)) == 0
+    assert files_in(tmp_path) == []
+
+
+def test_other_payload_sizes_under_the_same_fingerprint_are_refused(tmp_path):
+    filled(tmp_path)
+    cache = make_cache(80, MEBIBYTE, disk=disk_config(tmp_path))
+    assert hit(cache, make_key(IDS)) == 0
+    assert files_in(tmp_path) == []
+
+
+def test_hash_collisions_never_serve_foreign_state(tmp_path, monkeypatch):
+    """With a digest of 4 bits nearly everything collides; stored ids are compared, so bytes stay right."""
+
+    def weak(parent, page_key):
+        return bytes([key_module.hashlib.blake2b(parent + page_key).digest()[0] & 15]) * 32
+
+    monkeypatch.setattr("prefix_cache.cache.page_digest", weak)
+    monkeypatch.setattr("prefix_cache.integrity.page_digest", weak)
+    cache = reopened(tmp_path)
+    for seed in range(12):
+        store(cache, make_key(tokens(800, seed)), 700)
+    cache.close()
+    cache = reopened(tmp_path)
+    for seed in range(12):
+        assert hit(cache, make_key(tokens(800, seed))) in (0, 700)
+    assert cache.check_integrity() == []
+
+
+# ---- other models ----
+
+
+def test_change_of_model_is_explained_and_old_folders_are_collected(tmp_path):
+    filled(tmp_path)
+    cache = make_cache(disk=disk_config(tmp_path), fp=OTHER_FP)
+    outcome, _ = cache.acquire(make_key(IDS, fp=OTHER_FP))
+    assert outcome.miss_reason == "fp_mismatch"
+    assert cache.acquire(make_key(IDS, fp=OTHER_FP, scope=b"stranger"))[0].miss_reason == "cold"
+    assert folder_of(tmp_path).exists()
+    cache.close()
+    cache = make_cache(disk=disk_config(tmp_path, foreign_ttl_s=-1.0), fp=OTHER_FP)
+    assert not folder_of(tmp_path).exists()
+    assert cache.stats.disk_foreign_removed == 1
+
+
+def test_foreign_folder_in_use_is_kept(tmp_path):
+    filled(tmp_path)
+    user = reopened(tmp_path)
+    make_cache(disk=disk_config(tmp_path, foreign_ttl_s=-1.0), fp=OTHER_FP)
+    assert hit(user, make_key(IDS)) == 2500
+
+
+def test_lora_namespace_stays_out_of_the_disk(tmp_path):
+    cache = reopened(tmp_path)
+    key = make_key(IDS, fp=OTHER_FP)
+    store(cache, key, 500)
+    cache.flush()
+    assert files_in(tmp_path) == []
+    assert hit(cache, key) == 500
+
+
+def test_command_line_view_of_a_directory(tmp_path):
+    assert list_directory(tmp_path / "none") == []
+    filled(tmp_path)
+    (info,) = list_directory(tmp_path)
+    assert (info.fingerprint, info.snapshots, info.in_use) == (FINGERPRINT.hex(), 3, False)
+    assert info.nbytes == sum(p.stat().st_size for p in files_in(tmp_path))
+    user = reopened(tmp_path)
+    assert list_directory(tmp_path)[0].in_use
+    assert clear_directory(tmp_path) == (0, [FINGERPRINT.hex()])
+    user.close()
+    assert clear_directory(tmp_path) == (info.nbytes, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- failing disks ----
+
+
+class BrokenFiles(Files):
+    """Raises `code` from the named methods once `armed`."""
+
+    def __init__(self, code: int, *methods: str) -> None:
+        self.armed = False
+        for name in methods:
+            setattr(self, name, self._wrap(getattr(self, name), code))
+
+    def _wrap(self, original, code):
+        def call(*args):
+            if self.armed:
+                raise OSError(code, os.strerror(code))
+            return original(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("method", ["create", "write_all", "rename", "free_bytes"])
+def test_write_error_turns_the_tier_off_once_and_requests_go_on(tmp_path, caplog, code, method):
+    files = BrokenFiles(code, method)
+    cache = reopened(tmp_path, files=files)
+    store(cache, make_key(IDS), 500)
+    cache.flush()
+    files.armed = True
+    for position in (1500, 2500):
+        store(cache, make_key(IDS), position)
+        cache.flush()
+    assert hit(cache, make_key(IDS)) == 2500
+    gauges = cache.gauges()
+    assert gauges["disk_writable"] == 0
+    assert os.strerror(code) in gauges["disk_failure"]
+    assert cache.stats.disk_errors == 1
+    assert len([r for r in caplog.records if "disk tier" in r.message]) == 1
+    assert cache.check_integrity() == []
+    files.armed = False
+    cache.close()
+    cache = reopened(tmp_path)
+    assert hit(cache, make_key(IDS)) == 500
+    assert not list(folder_of(tmp_path).glob("tmp-*"))
+
+
+def test_full_disk_keeps_serving_what_is_on_it(tmp_path):
+    filled(tmp_path)
+    files = BrokenFiles(errno.ENOSPC, "write_all")
+    cache = reopened(tmp_path, files=files)
+    files.armed = True
+    store(cache, make_key(tokens(500, 5)), 500)
+    cache.flush()
+    assert cache.gauges()["disk_readable"] == 1
+    assert hit(cache, make_key(IDS)) == 2500
+
+
+@pytest.mark.parametrize("method", ["read_into", "open_read", "read"])
+def test_read_error_is_a_miss_and_turns_the_tier_off(tmp_path, caplog, method):
+    filled(tmp_path)
+    files = BrokenFiles(errno.EIO, method)
+    cache = reopened(tmp_path, files=files)
+    files.armed = True
+    outcome, lease = cache.acquire(make_key(IDS))
+    assert (lease, outcome.miss_reason) == (None, "disk_error")
+    outcome, lease = cache.acquire(make_key(IDS))
+    assert (lease, outcome.miss_reason) == (None, "disk_error")
+    assert cache.gauges()["disk_readable"] == 0
+    assert len([r for r in caplog.records if "disk tier" in r.message]) == 1
+    assert cache.check_integrity() == []
+    store(cache, make_key(IDS), 800)
+    assert hit(cache, make_key(IDS)) == 800
+
+
+def test_free_space_floor_is_kept(tmp_path):
+    class Nearly(Files):
+        def free_bytes(self, path):
+            return 10_000
+
+    cache = make_cache(disk=disk_config(tmp_path, free_floor_bytes=9_500), files=Nearly())
+    store(cache, make_key(IDS), 500)
+    cache.flush()
+    assert files_in(tmp_path) == []
+    assert cache.stats.disk_skipped_space == 1
+    assert cache.gauges()["disk_writable"] == 1
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_read_only_directory_turns_writing_off(tmp_path, caplog, exists):
+    """As root a read-only mode does not stop writes, so the system call's answer is injected."""
+    if exists:
+        filled(tmp_path)
+    files = BrokenFiles(errno.EROFS, "make_directory" if not exists else "try_lock", "create")
+    files.armed = True
+    cache = reopened(tmp_path, files=files)
+    assert cache.gauges()["disk_writable"] == 0
+    assert hit(cache, make_key(IDS)) == (2500 if exists else 0)
+    store(cache, make_key(IDS), 600)
+    cache.flush()
+    assert len([r for r in caplog.records if "disk tier" in r.message]) == 1
+
+
+def test_second_process_reads_but_never_writes_or_deletes(tmp_path):
+    filled(tmp_path)
+    first = reopened(tmp_path)
+    code = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from cache_fakes import *
+cache = make_cache(2000, disk=disk_config(Path(sys.argv[1])))
+key = make_key(tokens(3000))
+print(cache.gauges()["disk_writable"], hit(cache, key), end=" ")
+store(cache, make_key(tokens(3000, 9)), 2000)
+cache.clear()
+cache.close()
+"""
+    before = files_in(tmp_path)
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), here], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
+    assert done.stdout == "0 2500 "
+    assert files_in(tmp_path) == before
+    assert hit(first, make_key(IDS)) == 2500
+
+
+def test_reader_survives_the_writer_deleting_files(tmp_path):
+    filled(tmp_path)
+    writer = reopened(tmp_path)
+    reader = reopened(tmp_path)  # same process: flock is per open file, so this one reads only too
+    assert reader.gauges()["disk_writable"] == 0
+    writer.clear()
+    outcome, lease = reader.acquire(make_key(IDS))
+    assert (lease, outcome.miss_reason) == (None, "kv_gap")
+    assert reader.check_integrity() == []
+
+
+WRITER = """
+import sys, random
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from cache_fakes import *
+rng = random.Random(int(sys.argv[3]))
+cache = make_cache(200, disk=disk_config(Path(sys.argv[1]), capacity_bytes=300_000))
+cache.start()
+print("ready", flush=True)
+while True:
+    key = make_key(tokens(1500, rng.randrange(6)))
+    store(cache, key, rng.randrange(1, 1500), exact=rng.choice([None, 500]))
+    if rng.random() < 0.3:
+        hit(cache, make_key(tokens(1500, rng.randrange(6))))
+"""
+
+
+def kill_once(directory: Path, seed: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(directory), str(Path(__file__).parent), str(seed)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(random.Random(seed).uniform(0.0, 0.15))
+    assert process.poll() is None, process.stderr.read()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    cache = make_cache(200, disk=disk_config(directory, capacity_bytes=300_000))
+    assert cache.gauges()["disk_writable"] == 1
+    for which in range(6):
+        hit(cache, make_key(tokens(1500, which)))
+    assert cache.stats.disk_corrupt == 0  # rename is the commit: what has a name is whole
+    assert cache.check_integrity() == []
+    names = {p.name for p in folder_of(directory).iterdir()}
+    assert not any(n.startswith("tmp-") for n in names)
+    assert sum(p.stat().st_size for p in files_in(directory)) == cache.gauges()["disk_bytes"]
+    cache.close(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_9_leaves_a_sound_directory(tmp_path, seed):
+    for step in range(2):
+        kill_once(tmp_path, 100 * seed + step)
+
+
+@pytest.mark.slow
+def test_kill_9_two_hundred_times(tmp_path):
+    for seed in range(200):
+        kill_once(tmp_path, seed)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing after it runs."""
+
+
+class DyingFiles(Files):
+    """Dies instead of making call number `calls` that changes the folder."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def _count(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+    def create(self, path):
+        self._count()
+        return super().create(path)
+
+    def write_all(self, fd, buffers):
+        for buffer in buffers:
+            self._count()
+            super().write_all(fd, [buffer])
+
+    def rename(self, source, target):
+        self._count()
+        super().rename(source, target)
+
+    def unlink(self, path):
+        self._count()
+        super().unlink(path)
+
+
+def test_death_before_every_single_system_call(tmp_path):
+    """Stop at the n-th file operation, for every n: no state of the folder between two calls is unsound."""
+    step = 0
+    while True:
+        directory = tmp_path / str(step)
+        cache = make_cache(2000, disk=disk_config(directory), files=DyingFiles(step))
+        finished = False
+        try:
+            for position in (100, 1100):
+                store(cache, make_key(IDS), position)
+                cache.flush()
+            cache.clear()
+            finished = True
+        except Killed:
+            os.close(cache._disk._lock_fd)
+        again = make_cache(2000, disk=disk_config(directory))
+        assert again.gauges()["disk_writable"] == 1 or finished
+        assert hit(again, make_key(IDS)) in (0, 100, 1100)
+        assert again.stats.disk_corrupt == 0
+        assert again.check_integrity() == []
+        again.close(0)
+        if finished:
+            break
+        step += 1
+    assert step > 20
+
+
+def test_entry_deleted_while_it_is_written_leaves_no_file(tmp_path):
+    class Slow(Files):
+        def __init__(self):
+            self.started, self.go = threading.Event(), threading.Event()
+
+        def rename(self, source, target):
+            self.started.set()
+            assert self.go.wait(10)
+            super().rename(source, target)
+
+    files = Slow()
+    cache = reopened(tmp_path, files=files)
+    store(cache, make_key(IDS), 500)
+    writer = threading.Thread(target=cache.flush)
+    writer.start()
+    assert files.started.wait(10)
+    cache.clear()
+    files.go.set()
+    writer.join()
+    assert files_in(tmp_path) == []
+    assert cache.gauges()["ram_bytes"] == 0
+    assert cache.gauges()["disk_bytes"] == 0
+    assert cache.check_integrity() == []
+
+
+def test_stats_are_plain_numbers(tmp_path):
+    filled(tmp_path)
+    cache = reopened(tmp_path)
+    hit(cache, make_key(IDS))
+    text = json.dumps({"stats": cache.stats.as_dict(), "gauges": cache.gauges()})
+    assert '"hits": 1' in text
