@@ -9,8 +9,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -20,7 +19,7 @@ from server.errors import ApiError
 from server.prompt import GenerationDefaults, PromptBuilder
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
 from server.template import ChatTemplate
-from server.transport import KeyCheck, RequestEnvelope
+from server.transport import Dispatcher, KeyCheck, RequestEnvelope
 from server.worker import EngineWorker
 
 log = logging.getLogger("fermion.server")
@@ -32,16 +31,15 @@ _LAST_WORDS_S = 5
 
 def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins: tuple[str, ...] = ()) -> ASGIApp:
     """The ASGI application. The caller starts and closes `service.worker`."""
-    endpoints: list[tuple[str, str, ASGIApp]] = [
-        ("POST", "/v1/chat/completions", ChatCompletions(service)),
-        ("GET", "/v1/models", ModelsList(service)),
-        ("GET", "/v1/models/{model:path}", ModelEntry(service)),
-        ("GET", "/health", Health(service)),
-    ]
-    router = Router([Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints])
-    router.default = _no_such_route
-    app: ASGIApp = KeyCheck(router, api_keys, _OPEN_PATHS)
-    app = RequestEnvelope(app)
+    dispatcher = Dispatcher(
+        [
+            ("POST", "/v1/chat/completions", ChatCompletions(service)),
+            ("GET", "/v1/models", ModelsList(service)),
+            ("GET", "/v1/models/", ModelEntry(service)),
+            ("GET", "/health", Health(service)),
+        ]
+    )
+    app: ASGIApp = RequestEnvelope(KeyCheck(dispatcher, api_keys, _OPEN_PATHS))
     if cors_origins:
         app = CORSMiddleware(
             app,
@@ -51,11 +49,6 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
-
-
-async def _no_such_route(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "http":
-        raise ApiError(404, f"Unknown request URL: {scope['method']} {scope['path'][:200]}.", code="unknown_url")
 
 
 class GracefulServer(uvicorn.Server):

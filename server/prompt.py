@@ -27,7 +27,7 @@ from server.schema import (
     TextPart,
 )
 from server.template import ChatTemplate, SpecialTextGuard
-from server.toolcalls import decode_arguments
+from server.toolcalls import CALL_START, decode_arguments
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -100,6 +100,7 @@ class PromptBuilder:
         self._template = template
         self._turn_start = tokenizer.added_tokens.get(TURN_START)
         self.think_end = tuple(tokenizer.encode(THINK_END, allow_special=True))
+        self.tool_start = tuple(tokenizer.encode(CALL_START, allow_special=True))
 
     def chat(self, request: ChatCompletionRequest) -> ChatPrompt:
         """Render and encode the messages of `request`. Raises RequestError (400) for what cannot be rendered."""
@@ -220,7 +221,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         else:
             turns.append(_turn(message, index))
     if not any(turn["role"] == "user" for turn in turns):
-        raise RequestError("There must be at least one user message.", param="messages", code="invalid_value")
+        raise RequestError("'messages' must hold at least one user message.", param="messages", code="invalid_value")
     if instructions:
         turns.insert(0, {"role": "system", "content": "\n\n".join(text for text in instructions if text)})
     return turns
@@ -251,7 +252,8 @@ def _turn(message: Message, index: int) -> dict[str, Any]:
                 for call in message.tool_calls
             ]
     elif message.tool_calls:
-        raise invalid("Only an assistant message can hold tool calls.", f"messages[{index}].tool_calls")
+        path = f"messages[{index}].tool_calls"
+        raise invalid(f"'{path}': only an assistant message can hold tool calls.", path)
     return turn
 
 

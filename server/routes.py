@@ -9,18 +9,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from engine.core import GenerationRequest
 from server import answering
 from server.chatwire import AnswerHead, ChatAnswer, ChatStream, UsageCount
 from server.errors import ApiError, invalid, unsupported
 from server.prompt import PromptBuilder, output_limit, stop_strings
 from server.schema import ChatCompletionRequest, parse_request, reject_unsupported, unknown_fields
 from server.textstream import TextStream
-from server.transport import read_body, record_of, send_json
+from server.toolcalls import ToolCallParser
+from server.transport import REST_OF_PATH, read_body, record_of, send_json
 from server.worker import Choice, EngineWorker, Job
 
 log = logging.getLogger("fermion.api")
@@ -123,23 +125,44 @@ class ChatCompletions:
             max_tokens=output_limit(request),
             context_length=service.worker.context_length,
         )
-        stream = TextStream(
-            service.prompts.tokenizer.token_bytes,
-            think_end=service.prompts.think_end,
-            in_reasoning=chat.in_reasoning,
-            stops=stops,
-        )
-        return request, [(generation, stream)]
+        choices: list[Choice] = []
+        for index in range(request.n or 1):
+            stream = TextStream(
+                service.prompts.tokenizer.token_bytes,
+                think_end=service.prompts.think_end,
+                in_reasoning=chat.in_reasoning,
+                stops=stops,
+                tools=_tool_parser(request),
+                tool_start=service.prompts.tool_start,
+            )
+            choices.append((_variant(generation, index), stream))
+        return request, choices
+
+
+def _variant(generation: GenerationRequest, index: int) -> GenerationRequest:
+    """The generation of choice `index`: a fixed seed must not make all choices the same."""
+    seed = generation.sampling.seed
+    if seed is None or index == 0:
+        return generation
+    return replace(generation, sampling=replace(generation.sampling, seed=(seed + index) % 2**63))
+
+
+def _tool_parser(request: ChatCompletionRequest) -> ToolCallParser | None:
+    if not request.tools:
+        return None
+    return ToolCallParser(
+        {tool.function.name: tool.function.parameters for tool in request.tools},
+        parallel=request.parallel_tool_calls is not False,
+        report=request.tool_choice != "none",
+    )
 
 
 def _reject_missing_features(request: ChatCompletionRequest) -> None:
     """Fields of the schema that are typed but not served: refused by name unless they ask for nothing."""
-    if request.n not in (None, 1):
-        raise unsupported("n", "Only one choice per request is generated.")
     if request.logprobs or request.top_logprobs:
         raise unsupported("logprobs" if request.logprobs else "top_logprobs")
-    if request.tools and request.tool_choice != "none":
-        raise unsupported("tools")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", "Only 'none' and 'auto' are.")
     if request.response_format is not None and request.response_format.type != "text":
         raise unsupported("response_format")
     if request.thinking_token_budget is not None:
@@ -163,7 +186,7 @@ class ModelEntry:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.check_model(scope["path_params"]["model"])
+        self._service.check_model(scope[REST_OF_PATH])
         await send_json(send, self._service.model_object())
 
 

@@ -116,7 +116,7 @@ class TextStream:
 
     @property
     def has_tool_calls(self) -> bool:
-        return self._tools is not None and self._tools.count > 0
+        return self._tools is not None and self._tools.reported > 0
 
     def feed(self, token_id: int) -> list[Delta]:
         """The deltas that one more token makes certain."""

@@ -75,6 +75,11 @@ class ToolCallParser:
         self.count = 0
         self.finished = False
 
+    @property
+    def reported(self) -> int:
+        """Calls that the client has been told of."""
+        return self.count if self._report else 0
+
     def feed(self, text: str) -> list[str | ToolCallDelta]:
         """Prose and call pieces that `text` makes certain."""
         pieces: list[str | ToolCallDelta] = []

@@ -24,6 +24,8 @@ log = logging.getLogger("fermion.http")
 access_log = logging.getLogger("fermion.access")
 
 _RECORD = "fermion.record"
+# Scope key: what follows the path of an endpoint that ends in a slash.
+REST_OF_PATH = "fermion.rest_of_path"
 
 
 @dataclass(slots=True)
@@ -130,6 +132,34 @@ class KeyCheck:
                 what = "Incorrect API key provided." if given else "No API key was provided."
                 raise ApiError(401, what, code="invalid_api_key")
         await self._app(scope, receive, send)
+
+
+class Dispatcher:
+    """Method and path to endpoint. A path that ends in a slash takes everything below it (REST_OF_PATH)."""
+
+    def __init__(self, endpoints: Sequence[tuple[str, str, ASGIApp]]) -> None:
+        self._endpoints: dict[str, dict[str, ASGIApp]] = {}
+        for method, path, endpoint in endpoints:
+            self._endpoints.setdefault(path, {})[method] = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        method, path = scope["method"], scope["path"]
+        methods = self._endpoints.get(path)
+        if methods is None or path.endswith("/"):
+            methods = self._below(scope, path)
+        endpoint = methods.get(method)
+        if endpoint is None:
+            raise ApiError(405, f"{method} is not allowed here, only {', '.join(methods)}.", code="method_not_allowed")
+        await endpoint(scope, receive, send)
+
+    def _below(self, scope: Scope, path: str) -> dict[str, ASGIApp]:
+        for prefix, methods in self._endpoints.items():
+            if prefix.endswith("/") and len(path) > len(prefix) and path.startswith(prefix):
+                scope[REST_OF_PATH] = path[len(prefix) :]
+                return methods
+        raise ApiError(404, f"Unknown request URL: {path[:200]}.", code="unknown_url")
 
 
 def _given_key(scope: Scope) -> bytes:

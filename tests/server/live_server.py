@@ -6,11 +6,13 @@ import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 import uvicorn
 from fake_engine import FakeEngine
@@ -115,14 +117,23 @@ def start(
 
 
 def _wait_until_ready(live: LiveServer) -> None:
-    ready = threading.Event()
     for _ in range(500):
         if live.server.started and live.worker.is_ready:
             return
-        ready.wait(0.01)
+        time.sleep(0.01)
     raise TimeoutError("the server did not start")
 
 
 def chat_body(content: Any = "Hello", **fields: Any) -> dict[str, Any]:
     """A chat request with one user message."""
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def access_line(caplog: pytest.LogCaptureFixture, word: str) -> str:
+    """The first line of the access log that holds `word`; it is written a moment after the answer."""
+    for _ in range(500):
+        for record in caplog.records:
+            if record.name == "fermion.access" and word in record.getMessage():
+                return record.getMessage()
+        time.sleep(0.01)
+    raise AssertionError(f"no access log line with {word!r}")

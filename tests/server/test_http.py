@@ -1,0 +1,189 @@
+"""The HTTP side of requests: shapes of refusals, keys, origins, sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from http_client import CHAT, post, send
+from live_server import MODEL, LiveServer, access_line, chat_body
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [fields]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"a": NaN}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a":' * 3000 + b"1" + b"}" * 3000,
+        b"1" * 5000,
+        json.dumps({"model": MODEL, "messages": [], "x": [[[[]]]] * 3}).encode()[:-1],
+    ],
+)
+def test_malformed_json(live: LiveServer, body: bytes) -> None:
+    response = post(live, body)
+    assert response.status == 400
+    assert response.error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat_body("\ud83d"), "messages[0].content"),
+        (chat_body([{"type": "text", "text": "a\udc00"}]), "messages[0].content[0].text"),
+        (chat_body(stop=["\ud800"]), "stop[0]"),
+        (chat_body(metadata={"\udfff": 1}), "metadata"),
+    ],
+)
+def test_lone_surrogates(live: LiveServer, body: dict[str, Any], param: str) -> None:
+    response = post(live, body)
+    assert response.status == 400
+    assert (response.error["code"], response.error["param"]) == ("invalid_unicode", param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ([], None, "invalid_json"),
+        ({"messages": []}, "model", "missing_required_parameter"),
+        ({"model": MODEL}, "messages", "missing_required_parameter"),
+        ({"model": 5, "messages": []}, "model", "invalid_type"),
+        ({"model": MODEL, "messages": "hi"}, "messages", "invalid_type"),
+        ({"model": MODEL, "messages": []}, "messages", "invalid_value"),
+        (message(role="system", content="x"), "messages", "invalid_value"),
+        (message(content="x"), "messages[0].role", "missing_required_parameter"),
+        (message(role="robot", content="x"), "messages[0].role", "invalid_value"),
+        (message(role="user", content=5), "messages[0].content", "invalid_type"),
+        (message(role="user", content=[5]), "messages[0].content[0]", "invalid_type"),
+        (message(role="user", content=[{"type": "smell"}]), "messages[0].content[0]", "invalid_value"),
+        (message(role="user", content=[{"type": "text"}]), "messages[0].content[0].text", "missing_required_parameter"),
+        (message(role="user", tool_calls=[{"function": {"name": "f"}}]), "messages[0].tool_calls", "invalid_value"),
+        (chat_body(temperature="hot"), "temperature", "invalid_type"),
+        (chat_body(temperature=True), "temperature", "invalid_type"),
+        (chat_body(temperature=3), "temperature", "invalid_value"),
+        (chat_body(top_p=0), "top_p", "invalid_value"),
+        (chat_body(max_tokens=-1), "max_tokens", "invalid_value"),
+        (chat_body(max_tokens=1.5), "max_tokens", "invalid_type"),
+        (chat_body(seed=2**63), "seed", "invalid_value"),
+        (chat_body(stop=5), "stop", "invalid_type"),
+        (chat_body(stop=["a", 5]), "stop[1]", "invalid_type"),
+        (chat_body(stop=""), "stop", "invalid_value"),
+        (chat_body(stop=["x"] * 17), "stop", "invalid_value"),
+        (chat_body(logit_bias={"x": 1}), "logit_bias", "invalid_value"),
+        (chat_body(logit_bias={"99999": 1}), "logit_bias", "invalid_value"),
+        (chat_body(logit_bias={"5": 101}), "logit_bias.5", "invalid_value"),
+        (chat_body(n=0), "n", "invalid_value"),
+        (chat_body(stream="yes"), "stream", "invalid_type"),
+        (chat_body(stream_options={"include_usage": True}), "stream_options", "invalid_value"),
+        (chat_body(reasoning_effort="huge"), "reasoning_effort", "invalid_value"),
+        (chat_body(chat_template_kwargs={"add_vision_id": 1}), "chat_template_kwargs.add_vision_id", "invalid_type"),
+        (chat_body(tools=[{"type": "function"}]), "tools[0].function", "missing_required_parameter"),
+        (chat_body(tools=[{"type": "function", "function": {"name": ""}}]), "tools[0].function.name", "invalid_value"),
+        (chat_body(tool_choice={"type": "function"}), "tool_choice.function", "missing_required_parameter"),
+        (chat_body(continue_final_message=True), "continue_final_message", "invalid_value"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_json_path(live: LiveServer, body: Any, param: str | None, code: str) -> None:
+    response = post(live, body)
+    assert response.status == 400, response.body
+    assert (response.error["param"], response.error["code"]) == (param, code)
+    assert response.error["type"] == "invalid_request_error"
+    if param is not None:
+        assert param.partition("[")[0].partition(".")[0] in response.error["message"]
+    assert live.engine.requests == []
+
+
+def test_refusals_do_not_repeat_content(live: LiveServer) -> None:
+    response = post(live, message(role="user", content={"secret": "abc"}))
+    assert b"abc" not in response.body
+    assert b"an object" in response.body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "unknown_url"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/none", 404, "model_not_found"),
+    ],
+)
+def test_wrong_urls(live: LiveServer, method: str, path: str, status: int, code: str) -> None:
+    response = send(live, method, path)
+    assert (response.status, response.error["code"]) == (status, code)
+
+
+def test_every_answer_has_a_request_id(live: LiveServer) -> None:
+    answers = [post(live, chat_body()), post(live, b""), send(live, "GET", "/health"), send(live, "GET", "/x")]
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 4
+
+
+def test_stream_headers(live: LiveServer) -> None:
+    headers = post(live, chat_body(stream=True)).headers
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-accel-buffering"] == "no"
+
+
+def test_body_limit(start_server: Callable[..., LiveServer]) -> None:
+    live = start_server(max_body_bytes=1000)
+    response = post(live, chat_body("x" * 2000))
+    assert (response.status, response.error["code"]) == (413, "request_too_large")
+    chunked = send(live, "POST", CHAT, (b"x" * 400 for _ in range(4)), {"transfer-encoding": "chunked"})
+    assert chunked.status == 413
+    assert post(live, chat_body()).status == 200
+
+
+KEYS = ("first-key", "sécond-key")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "first-key"}, 401),
+        ({"authorization": "Bearer first-key"}, 200),
+        ({"authorization": "bearer first-key"}, 200),
+        ({"x-api-key": "first-key"}, 200),
+        ({"authorization": "Bearer sécond-key".encode().decode("latin-1")}, 200),
+    ],
+)
+def test_api_keys(start_server: Callable[..., LiveServer], headers: dict[str, str], status: int) -> None:
+    live = start_server(api_keys=KEYS)
+    response = send(live, "GET", "/v1/models", headers=headers)
+    assert response.status == status
+    if status == 401:
+        assert response.error["code"] == "invalid_api_key"
+        assert response.error["type"] == "authentication_error"
+        assert response.headers["www-authenticate"] == "Bearer"
+    assert send(live, "GET", "/health").status == 200
+
+
+def test_cross_origin(start_server: Callable[..., LiveServer]) -> None:
+    live = start_server(cors_origins=["http://ui.local"], api_keys=KEYS)
+    preflight = {"origin": "http://ui.local", "access-control-request-method": "POST",
+                 "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+    allowed = send(live, "OPTIONS", CHAT, headers=preflight)
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == "http://ui.local"
+    refused = send(live, "OPTIONS", CHAT, headers={**preflight, "origin": "http://evil.example"})
+    assert "access-control-allow-origin" not in refused.headers
+    error = send(live, "POST", CHAT, chat_body(), {"origin": "http://ui.local"})
+    assert error.status == 401
+    assert error.headers["access-control-allow-origin"] == "http://ui.local"
+
+
+def test_log_lines_cannot_be_forged(live: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="fermion")
+    send(live, "GET", "/a%0AFAKE%20LINE")
+    assert "/a\\nFAKE LINE" in access_line(caplog, "FAKE")
