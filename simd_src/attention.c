@@ -1,0 +1,218 @@
+/* Gated grouped-query attention over paged keys and values.
+ *
+ * Keys are taken 64 at a time (a page), pages are merged into spans of 8, spans into the result: the same arithmetic,
+ * in the same order, whether a pass holds one token (spans run in parallel) or many (blocks of tokens do).
+ */
+#include <math.h>
+#include <string.h>
+
+#include "model.h"
+
+enum { SPAN_TOKENS = FM_SPAN_PAGES * FM_PAGE_TOKENS };
+
+typedef struct {
+    fm_engine *engine;
+    const fm_layer *layer;
+    fm_sequence *sequence;
+} attention_job;
+
+/* Scratch of one worker, carved from its share. rows = FM_ATTEND_TOKENS * (heads per kv head). */
+typedef struct {
+    float *query, *acc, *total_acc, *key, *value, *score, *maximum, *sum, *total_max, *total_sum;
+    int *limit;
+} attend_scratch;
+
+static int group_size(const fm_model_spec *s) { return s->heads / s->kv_heads; }
+
+static attend_scratch carve(const fm_engine *e, int worker) {
+    const int rows = FM_ATTEND_TOKENS * group_size(&e->spec), width = e->spec.head_dim;
+    attend_scratch a;
+    a.query = fm_worker_scratch(e, worker);
+    a.acc = a.query + (size_t)rows * width;
+    a.total_acc = a.acc + (size_t)rows * width;
+    a.key = a.total_acc + (size_t)rows * width;
+    a.value = a.key + (size_t)FM_PAGE_TOKENS * width;
+    a.score = a.value + (size_t)FM_PAGE_TOKENS * width;
+    a.maximum = a.score + (size_t)rows * FM_PAGE_TOKENS;
+    a.sum = a.maximum + rows;
+    a.total_max = a.sum + rows;
+    a.total_sum = a.total_max + rows;
+    a.limit = (int *)(a.total_sum + rows);
+    return a;
+}
+
+/* Elements before (layer, K or V, kv head) in a page. */
+static size_t page_offset(const fm_model_spec *s, const fm_layer *layer, int is_value, int kv_head) {
+    return (((size_t)layer->kind_index * 2 + is_value) * s->kv_heads + kv_head) * FM_PAGE_TOKENS * s->head_dim;
+}
+
+/* Norm and rotation of one head's vector: x <- rope(rmsnorm(from)). */
+static void prepare(const fm_engine *e, const float *from, const float *weight, int token, float *x) {
+    const fm_model_spec *s = &e->spec;
+    e->ops->rmsnorm(from, weight, s->head_dim, s->eps, x);
+    const size_t at = (size_t)token * s->rotary_pairs;
+    e->ops->rope(x, e->cosine + at, e->sine + at, s->rotary_pairs);
+}
+
+static void store_row(const fm_engine *e, const float *row, void *page, size_t at) {
+    if (e->spec.kv_f32)
+        memcpy((float *)page + at, row, (size_t)e->spec.head_dim * sizeof(float));
+    else
+        e->ops->to_half(row, e->spec.head_dim, (uint16_t *)page + at);
+}
+
+/* Keys and values of one token go to their page. */
+static void store_token(void *arg, int token, int worker) {
+    const attention_job *job = arg;
+    const fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int position = job->sequence->position + token, query_width = 2 * s->heads * s->head_dim;
+    void *page = job->sequence->pages[position / FM_PAGE_TOKENS];
+    const size_t row = (size_t)(position % FM_PAGE_TOKENS) * s->head_dim;
+    const float *k = e->projected + (size_t)token * e->projected_ld + query_width;
+    const float *v = k + (size_t)s->kv_heads * s->head_dim;
+    float *key = fm_worker_scratch(e, worker);
+    for (int head = 0; head < s->kv_heads; head++) {
+        prepare(e, k + (size_t)head * s->head_dim, job->layer->k_norm, token, key);
+        store_row(e, key, page, page_offset(s, job->layer, 0, head) + row);
+        store_row(e, v + (size_t)head * s->head_dim, page, page_offset(s, job->layer, 1, head) + row);
+    }
+}
+
+/* The first `keys` rows of a page as floats: in place if it holds floats, else converted into `buffer`. */
+static const float *page_rows(const fm_engine *e, const void *page, size_t at, int keys, float *buffer) {
+    if (e->spec.kv_f32) return (const float *)page + at;
+    e->ops->from_half((const uint16_t *)page + at, keys * e->spec.head_dim, buffer);
+    return buffer;
+}
+
+static void load_queries(const attention_job *job, int kv_head, int begin, int end, float *query) {
+    const fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int group = group_size(s), width = s->head_dim;
+    const float scale = 1.0f / sqrtf((float)width);
+    for (int token = begin; token < end; token++) {
+        const float *row = e->projected + (size_t)token * e->projected_ld + (size_t)kv_head * group * 2 * width;
+        for (int h = 0; h < group; h++, query += width) {
+            prepare(e, row + (size_t)h * 2 * width, job->layer->q_norm, token, query);
+            for (int i = 0; i < width; i++) query[i] *= scale;
+        }
+    }
+}
+
+/* Running softmax of tokens begin..end-1 over one span of keys, from nothing. */
+static void attend_span(const attention_job *job, int kv_head, int begin, int end, int span, attend_scratch *a) {
+    const fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int group = group_size(s), rows = (end - begin) * group, start = job->sequence->position;
+    for (int r = 0; r < rows; r++) a->maximum[r] = -INFINITY, a->sum[r] = 0.0f;
+    memset(a->acc, 0, (size_t)rows * s->head_dim * sizeof(float));
+    fm_attend_args args = {
+        .rows = rows,
+        .head_dim = s->head_dim,
+        .query = a->query,
+        .limit = a->limit,
+        .score = a->score,
+        .maximum = a->maximum,
+        .sum = a->sum,
+        .acc = a->acc,
+    };
+    const int last_key = fm_least((span + 1) * SPAN_TOKENS, start + end);
+    for (int first_key = span * SPAN_TOKENS; first_key < last_key; first_key += FM_PAGE_TOKENS) {
+        for (int r = 0; r < rows; r++) {
+            const int visible = start + begin + r / group + 1 - first_key;
+            a->limit[r] = visible < 0 ? 0 : fm_least(visible, FM_PAGE_TOKENS);
+        }
+        const void *page = job->sequence->pages[first_key / FM_PAGE_TOKENS];
+        const int keys = fm_least(FM_PAGE_TOKENS, last_key - first_key);
+        args.key = page_rows(e, page, page_offset(s, job->layer, 0, kv_head), keys, a->key);
+        args.value = page_rows(e, page, page_offset(s, job->layer, 1, kv_head), keys, a->value);
+        e->ops->attend(&args);
+    }
+}
+
+/* Divides, gates and quantises one head's result of one token. */
+static void finish_head(fm_engine *e, int token, int head, const float *acc, float sum) {
+    const int width = e->spec.head_dim;
+    const float *gate = e->projected + (size_t)token * e->projected_ld + (size_t)(2 * head + 1) * width;
+    e->ops->attend_finish(acc, sum, gate, width, e->mixed.x + (size_t)token * e->mixed.ld + (size_t)head * width);
+    fm_quantize(e, &e->mixed, token, head * width, width);
+}
+
+/* Prefill: a block of tokens of one kv head over all its keys. Late blocks, which cost most, come first. */
+static void attend_block(void *arg, int item, int worker) {
+    const attention_job *job = arg;
+    fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int group = group_size(s), width = s->head_dim, kv_head = item % s->kv_heads;
+    const int begin = (fm_blocks(e->tokens, FM_ATTEND_TOKENS) - 1 - item / s->kv_heads) * FM_ATTEND_TOKENS;
+    const int end = fm_least(begin + FM_ATTEND_TOKENS, e->tokens), rows = (end - begin) * group;
+    attend_scratch a = carve(e, worker);
+    load_queries(job, kv_head, begin, end, a.query);
+    for (int r = 0; r < rows; r++) a.total_max[r] = -INFINITY, a.total_sum[r] = 0.0f;
+    memset(a.total_acc, 0, (size_t)rows * width * sizeof(float));
+    for (int span = 0; span * SPAN_TOKENS < job->sequence->position + end; span++) {
+        attend_span(job, kv_head, begin, end, span, &a);
+        for (int r = 0; r < rows; r++) {
+            if (a.sum[r] == 0.0f) continue; /* no key of this span is visible to this row */
+            e->ops->attend_merge(a.total_max + r, a.total_sum + r, a.total_acc + (size_t)r * width, a.maximum[r],
+                                 a.sum[r], a.acc + (size_t)r * width, width);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        finish_head(e, begin + r / group, kv_head * group + r % group, a.total_acc + (size_t)r * width, a.total_sum[r]);
+}
+
+/* Decode: one span of one kv head. */
+static void attend_one_span(void *arg, int item, int worker) {
+    const attention_job *job = arg;
+    fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int group = group_size(s), kv_head = item % s->kv_heads, span = item / s->kv_heads;
+    const size_t at = (size_t)span * s->heads + (size_t)kv_head * group;
+    attend_scratch a = carve(e, worker);
+    load_queries(job, kv_head, 0, 1, a.query);
+    a.acc = e->span_acc + at * s->head_dim;
+    a.maximum = e->span_max + at;
+    a.sum = e->span_sum + at;
+    attend_span(job, kv_head, 0, 1, span, &a);
+}
+
+static void merge_head(void *arg, int head, int worker) {
+    const attention_job *job = arg;
+    fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int spans = fm_blocks(job->sequence->position + 1, SPAN_TOKENS);
+    float *acc = fm_worker_scratch(e, worker), maximum = -INFINITY, sum = 0.0f;
+    memset(acc, 0, (size_t)s->head_dim * sizeof(float));
+    for (int span = 0; span < spans; span++) {
+        const size_t at = (size_t)span * s->heads + head;
+        e->ops->attend_merge(&maximum, &sum, acc, e->span_max[at], e->span_sum[at], e->span_acc + at * s->head_dim,
+                             s->head_dim);
+    }
+    finish_head(e, 0, head, acc, sum);
+}
+
+void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
+    const fm_model_spec *s = &e->spec;
+    attention_job job = {e, layer, sequence};
+    const int query_width = 2 * s->heads * s->head_dim, key_width = s->kv_heads * s->head_dim;
+    float *q = e->projected, *k = q + query_width, *v = k + key_width;
+    e->mixed.ld = e->mixed.q.cols = s->heads * s->head_dim;
+    const fm_product inputs[] = {
+        {.matrix = &layer->q_proj, .out = q, .ld = e->projected_ld},
+        {.matrix = &layer->k_proj, .out = k, .ld = e->projected_ld},
+        {.matrix = &layer->v_proj, .out = v, .ld = e->projected_ld},
+    };
+    fm_multiply_all(e, &e->normed, inputs, 3);
+    fm_parallel_for(e->pool, e->tokens, store_token, &job);
+    if (e->tokens == 1) {
+        const int spans = fm_blocks(sequence->position + 1, SPAN_TOKENS);
+        fm_parallel_for(e->pool, spans * s->kv_heads, attend_one_span, &job);
+        fm_parallel_for(e->pool, s->heads, merge_head, &job);
+    } else {
+        fm_parallel_for(e->pool, fm_blocks(e->tokens, FM_ATTEND_TOKENS) * s->kv_heads, attend_block, &job);
+    }
+    const fm_product output = {.matrix = &layer->o_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
+    fm_multiply_all(e, &e->mixed, &output, 1);
+}

@@ -1,0 +1,89 @@
+/* Gated delta net (arXiv 2412.06464): projections with the causal convolution fused behind them, the delta rule and
+ * the gated norm per value head, and the output projection into the residual stream. Three jobs. */
+#include <math.h>
+
+#include "model.h"
+
+typedef struct {
+    fm_engine *engine;
+    const fm_layer *layer;
+    float *conv; /* [3][channels] of this layer */
+    float *ssm;  /* [value_heads][key_dim][value_dim] of this layer */
+    int recurrent;
+} delta_job;
+
+/* Channels are independent, so the convolution runs on each tile of in_proj_qkv rows as soon as it is there. */
+static void convolve_tile(void *arg, int row0, int row1, float *u) {
+    const delta_job *job = arg;
+    const fm_engine *e = job->engine;
+    e->ops->conv_silu(u, e->projected_ld, e->tokens, job->layer->conv + row0, job->conv + row0,
+                      (size_t)fm_channels(&e->spec), row1 - row0);
+}
+
+static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+/* One value head over the whole pass, in chunks of 64 tokens that start with the pass. */
+static void delta_head(void *arg, int head, int worker) {
+    const delta_job *job = arg;
+    fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int channels = fm_channels(s), value_width = s->value_heads * s->value_dim;
+    const int key_head = head / (s->value_heads / s->key_heads);
+    const float *qkv = e->projected, *z = qkv + channels, *b = z + value_width, *a = b + s->value_heads;
+    const size_t ld = e->projected_ld;
+    float *scratch = fm_worker_scratch(e, worker);
+    float *out = scratch, *beta = out + FM_DELTA_CHUNK * s->value_dim, *g = beta + FM_DELTA_CHUNK;
+    fm_delta_args args = {
+        .key_dim = s->key_dim,
+        .value_dim = s->value_dim,
+        .stride = ld,
+        .beta = beta,
+        .g = g,
+        .state = job->ssm + (size_t)head * s->key_dim * s->value_dim,
+        .out = out,
+        .scratch = g + FM_DELTA_CHUNK,
+    };
+    for (int begin = 0; begin < e->tokens; begin += FM_DELTA_CHUNK) {
+        const float *row = qkv + (size_t)begin * ld;
+        args.tokens = fm_least(FM_DELTA_CHUNK, e->tokens - begin);
+        args.q = row + (size_t)key_head * s->key_dim;
+        args.k = args.q + (size_t)s->key_heads * s->key_dim;
+        args.v = row + 2 * (size_t)s->key_heads * s->key_dim + (size_t)head * s->value_dim;
+        for (int t = 0; t < args.tokens; t++) {
+            const size_t at = (size_t)(begin + t) * ld + head;
+            beta[t] = 1.0f / (1.0f + expf(-b[at]));
+            g[t] = job->layer->minus_a[head] * softplus(a[at] + job->layer->dt_bias[head]);
+        }
+        (job->recurrent ? e->ops->delta_recurrent : e->ops->delta_chunk)(&args);
+        for (int t = 0; t < args.tokens; t++) {
+            const int token = begin + t, col = head * s->value_dim;
+            e->ops->gated_norm(out + (size_t)t * s->value_dim, z + (size_t)token * ld + col, job->layer->gated_norm,
+                               s->value_dim, s->eps, e->mixed.x + (size_t)token * e->mixed.ld + col);
+            fm_quantize(e, &e->mixed, token, col, s->value_dim);
+        }
+    }
+}
+
+void fm_delta_net(fm_engine *e, const fm_layer *layer, fm_sequence *sequence, int recurrent) {
+    const fm_model_spec *s = &e->spec;
+    const int channels = fm_channels(s), value_width = s->value_heads * s->value_dim;
+    delta_job job = {
+        .engine = e,
+        .layer = layer,
+        .conv = sequence->conv + (size_t)layer->kind_index * (FM_CONV_TAPS - 1) * channels,
+        .ssm = sequence->ssm + (size_t)layer->kind_index * s->value_heads * s->key_dim * s->value_dim,
+        .recurrent = recurrent,
+    };
+    float *qkv = e->projected, *z = qkv + channels, *b = z + value_width, *a = b + s->value_heads;
+    e->mixed.ld = e->mixed.q.cols = value_width;
+    const fm_product inputs[] = {
+        {.matrix = &layer->in_proj_qkv, .out = qkv, .ld = e->projected_ld, .finish = convolve_tile, .arg = &job},
+        {.matrix = &layer->in_proj_z, .out = z, .ld = e->projected_ld},
+        {.matrix = &layer->in_proj_b, .out = b, .ld = e->projected_ld},
+        {.matrix = &layer->in_proj_a, .out = a, .ld = e->projected_ld},
+    };
+    fm_multiply_all(e, &e->normed, inputs, 4);
+    fm_parallel_for(e->pool, s->value_heads, delta_head, &job);
+    const fm_product output = {.matrix = &layer->out_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
+    fm_multiply_all(e, &e->mixed, &output, 1);
+}

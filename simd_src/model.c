@@ -1,0 +1,185 @@
+/* The engine: scratch memory for one pass, and the pass itself (embedding, layers, head). */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "model.h"
+
+enum { ALIGNMENT = 64 };
+
+/* Hands out 64-byte aligned pieces; with base NULL it only measures. */
+typedef struct {
+    char *base;
+    size_t used;
+} arena;
+
+static void *take(arena *a, size_t count, size_t size) {
+    void *piece = a->base ? a->base + a->used : NULL;
+    a->used += (count * size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return piece;
+}
+
+static size_t most(size_t a, size_t b) { return a > b ? a : b; }
+
+static void take_input(arena *a, fm_input *in, size_t rows, int cols, int quantized) {
+    in->x = take(a, rows * cols, sizeof(float));
+    in->ld = (size_t)cols;
+    in->q.tokens = (int)rows;
+    in->q.cols = cols;
+    if (!quantized) return;
+    in->q.q = take(a, rows * cols, 1);
+    in->q.scale = take(a, rows * (cols / FM_GROUP), sizeof(float));
+    in->q.correction = take(a, rows * (cols / FM_GROUP), sizeof(int32_t));
+}
+
+/* Floats of scratch that the hungriest job of a layer needs per worker. */
+static size_t worker_floats(const fm_model_spec *s) {
+    const size_t rows = (size_t)FM_ATTEND_TOKENS * (s->heads / s->kv_heads), width = (size_t)s->head_dim;
+    const size_t attention = rows * (3 * width + FM_PAGE_TOKENS + 5) + 2 * FM_PAGE_TOKENS * width;
+    const size_t delta = (size_t)FM_DELTA_CHUNK * (s->value_dim + 2) + fm_delta_scratch(s->key_dim, s->value_dim);
+    const size_t tile = (size_t)FM_EXPERT_TOKENS * FM_EXPERT_COLS;
+    const size_t experts = 2 * tile + (size_t)s->max_tokens * (FM_EXPERT_COLS + 1);
+    return (most(most(attention, delta), experts) + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
+}
+
+static size_t lay_out(fm_engine *e, char *base) {
+    const fm_model_spec *s = &e->spec;
+    const size_t tokens = (size_t)s->max_tokens, slots = tokens * s->experts_per_token;
+    const size_t spans = (size_t)fm_blocks(s->max_context, FM_SPAN_PAGES * FM_PAGE_TOKENS);
+    const int value_width = s->value_heads * s->value_dim, query_width = s->heads * s->head_dim;
+    const size_t delta = (size_t)fm_channels(s) + value_width + 2 * (size_t)s->value_heads;
+    const size_t attention = 2 * (size_t)query_width + 2 * (size_t)s->kv_heads * s->head_dim;
+    arena a = {base, 0};
+    e->hidden = take(&a, tokens * s->hidden, sizeof(float));
+    take_input(&a, &e->normed, tokens, s->hidden, e->quantized);
+    e->projected_ld = (most(delta, attention) + 15) / 16 * 16;
+    e->projected = take(&a, tokens * e->projected_ld, sizeof(float));
+    take_input(&a, &e->mixed, tokens, value_width > query_width ? value_width : query_width, e->quantized);
+    e->cosine = take(&a, tokens * s->rotary_pairs, sizeof(float));
+    e->sine = take(&a, tokens * s->rotary_pairs, sizeof(float));
+    e->router = take(&a, tokens * (s->experts + 1), sizeof(float));
+    e->chosen = take(&a, slots, sizeof(int32_t));
+    e->chosen_weight = take(&a, slots, sizeof(float));
+    e->expert_count = take(&a, (size_t)s->experts, sizeof(int));
+    e->group = take(&a, (size_t)s->experts, sizeof(fm_expert_group));
+    e->slot_token = take(&a, slots, sizeof(int32_t));
+    e->slot_weight = take(&a, slots, sizeof(float));
+    e->every_token = take(&a, slots, sizeof(int32_t));
+    take_input(&a, &e->expert_inner, slots, s->expert_hidden, e->quantized);
+    take_input(&a, &e->shared_inner, tokens, s->shared_hidden, e->quantized);
+    e->span_acc = take(&a, spans * query_width, sizeof(float));
+    e->span_max = take(&a, spans * s->heads, sizeof(float));
+    e->span_sum = take(&a, spans * s->heads, sizeof(float));
+    e->worker_floats = worker_floats(s);
+    e->worker_scratch = take(&a, (size_t)e->threads * e->worker_floats, sizeof(float));
+    return a.used;
+}
+
+static int has_packed(const fm_model_spec *s) {
+    if (s->embed.dtype == FM_Q4 || s->head.dtype == FM_Q4) return 1;
+    for (int i = 0; i < s->layers; i++) {
+        const fm_layer *l = s->layer + i;
+        const fm_matrix *all[] = {
+            &l->q_proj, &l->k_proj, &l->v_proj, &l->o_proj, &l->in_proj_qkv, &l->in_proj_z, &l->in_proj_b,
+            &l->in_proj_a, &l->out_proj, &l->experts_gate_up, &l->experts_down, &l->shared_gate, &l->shared_up,
+            &l->shared_down,
+        };
+        for (size_t j = 0; j < sizeof(all) / sizeof(*all); j++)
+            if (all[j]->dtype == FM_Q4) return 1;
+    }
+    return 0;
+}
+
+const fm_ops *fm_ops_for(const char *tier) {
+    static const fm_ops *const tables[] = {&fm_ops_scalar, &fm_ops_ssse3, &fm_ops_avx2, &fm_ops_avx512};
+    for (size_t i = 0; i < sizeof(tables) / sizeof(*tables); i++)
+        if (strcmp(tables[i]->tier, tier) == 0) return tables[i];
+    return NULL;
+}
+
+fm_engine *fm_engine_create(const fm_model_spec *spec, const char *tier, int threads, const int *cpus) {
+    fm_engine *e = calloc(1, sizeof(*e));
+    if (!e) return NULL;
+    e->spec = *spec;
+    e->ops = fm_ops_for(tier);
+    e->threads = threads;
+    e->quantized = has_packed(spec);
+    e->arena_bytes = lay_out(e, NULL);
+    if (!e->ops || fm_matmul_kernels_for(tier, &e->kernels) != 0) goto fail;
+    if (posix_memalign(&e->arena, 4096, e->arena_bytes) != 0) goto fail;
+    lay_out(e, e->arena);
+    for (int i = 0; i < spec->max_tokens * spec->experts_per_token; i++) e->every_token[i] = i;
+    e->pool = fm_pool_create(threads, cpus);
+    if (!e->pool) goto fail;
+    return e;
+fail:
+    fm_engine_destroy(e);
+    return NULL;
+}
+
+void fm_engine_destroy(fm_engine *e) {
+    if (!e) return;
+    if (e->pool) fm_pool_destroy(e->pool);
+    free(e->arena);
+    free(e);
+}
+
+size_t fm_engine_scratch_bytes(const fm_engine *e) { return e->arena_bytes; }
+
+void fm_matrix_rows(const fm_engine *e, const fm_matrix *matrix, int row0, int row1, float *out) {
+    for (int row = row0; row < row1; row++, out += matrix->cols) {
+        if (matrix->dtype == FM_Q4)
+            e->kernels.q4_row(matrix->data, matrix->cols, row, out);
+        else
+            memcpy(out, (const float *)matrix->data + (size_t)row * matrix->cols, (size_t)matrix->cols * sizeof(float));
+    }
+}
+
+void fm_pass_begin(fm_engine *e, const int *ids, const int *positions, int tokens) {
+    const fm_model_spec *s = &e->spec;
+    e->tokens = tokens;
+    for (int t = 0; t < tokens; t++) {
+        fm_matrix_rows(e, &s->embed, ids[t], ids[t] + 1, e->hidden + (size_t)t * s->hidden);
+        for (int j = 0; j < s->rotary_pairs; j++) {
+            /* The angle is rounded to float32 first, as the model saw it in training. */
+            const float angle = (float)positions[3 * t + s->rotary_axis[j]] * s->inverse_frequency[j];
+            e->cosine[(size_t)t * s->rotary_pairs + j] = (float)cos(angle);
+            e->sine[(size_t)t * s->rotary_pairs + j] = (float)sin(angle);
+        }
+    }
+}
+
+float *fm_pass_hidden(fm_engine *e) { return e->hidden; }
+
+void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, int recurrent) {
+    for (int i = first; i < last; i++) {
+        const fm_layer *layer = e->spec.layer + i;
+        fm_norm(e, layer->input_norm);
+        if (layer->kind == FM_ATTENTION)
+            fm_attention(e, layer, sequence);
+        else
+            fm_delta_net(e, layer, sequence, recurrent);
+        fm_norm(e, layer->post_norm);
+        fm_moe(e, layer);
+    }
+}
+
+void fm_pass_end(fm_engine *e, fm_sequence *sequence) { sequence->position += e->tokens; }
+
+void fm_pass_logits(fm_engine *e, int row, float *logits) {
+    const fm_model_spec *s = &e->spec;
+    const int tokens = e->tokens;
+    e->ops->rmsnorm(e->hidden + (size_t)row * s->hidden, s->final_norm, s->hidden, s->eps, e->normed.x);
+    fm_quantize(e, &e->normed, 0, 0, s->hidden);
+    e->tokens = 1;
+    const fm_product head = {.matrix = &s->head, .out = logits, .ld = (size_t)s->vocab};
+    fm_multiply_all(e, &e->normed, &head, 1);
+    e->tokens = tokens;
+}
+
+void fm_decode(fm_engine *e, fm_sequence *sequence, int id, const int *position, float *logits) {
+    fm_pass_begin(e, &id, position, 1);
+    fm_pass_layers(e, sequence, 0, e->spec.layers, 1);
+    fm_pass_end(e, sequence);
+    fm_pass_logits(e, 0, logits);
+}

@@ -1,0 +1,160 @@
+/* Sparse mixture of experts with one shared expert: routing in float32, then gate+up of all chosen experts and the
+ * shared one as one job, then down, weighted and added to the residual stream, as another.
+ *
+ * Tokens are grouped by expert, also when there is just one. Per token, experts are added in ascending order and the
+ * shared expert last: no bit depends on which other tokens share the pass.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "model.h"
+
+typedef struct {
+    fm_engine *engine;
+    const fm_layer *layer;
+    int inner_items; /* per expert */
+    int shared_items;
+    int step;        /* rows of a tile of down */
+} moe_job;
+
+/* The k largest router logits of a token (the lowest index among equals) and the softmax over them, which equals the
+ * renormalised softmax over all. Leaves the experts in ascending order. */
+static void choose(void *arg, int token, int worker) {
+    (void)worker;
+    fm_engine *e = ((const moe_job *)arg)->engine;
+    const int experts = e->spec.experts, k = e->spec.experts_per_token;
+    const float *logit = e->router + (size_t)token * (experts + 1);
+    int32_t *chosen = e->chosen + (size_t)token * k;
+    float *weight = e->chosen_weight + (size_t)token * k;
+    int count = 0;
+    for (int expert = 0; expert < experts; expert++) { /* insertion into the best so far, descending */
+        if (count == k && !(logit[expert] > logit[chosen[k - 1]])) continue;
+        int at = count < k ? count++ : k - 1;
+        for (; at > 0 && logit[expert] > logit[chosen[at - 1]]; at--) chosen[at] = chosen[at - 1];
+        chosen[at] = expert;
+    }
+    const float top = logit[chosen[0]];
+    for (int i = 1; i < k; i++) { /* ascending experts */
+        const int32_t expert = chosen[i];
+        int at = i;
+        for (; at > 0 && chosen[at - 1] > expert; at--) chosen[at] = chosen[at - 1];
+        chosen[at] = expert;
+    }
+    float sum = 0.0f;
+    for (int i = 0; i < k; i++) sum += weight[i] = expf(logit[chosen[i]] - top);
+    for (int i = 0; i < k; i++) weight[i] /= sum;
+}
+
+/* Fills group, slot_token and slot_weight: a counting sort of the choices by expert. */
+static void group_tokens(fm_engine *e) {
+    const int k = e->spec.experts_per_token, choices = e->tokens * k;
+    memset(e->expert_count, 0, (size_t)e->spec.experts * sizeof(int));
+    for (int i = 0; i < choices; i++) e->expert_count[e->chosen[i]]++;
+    int begin = 0;
+    e->groups = 0;
+    for (int expert = 0; expert < e->spec.experts; expert++) {
+        const int count = e->expert_count[expert];
+        e->expert_count[expert] = begin; /* from here on: where its next token goes */
+        if (count == 0) continue;
+        e->group[e->groups++] = (fm_expert_group){expert, begin, begin + count};
+        begin += count;
+    }
+    for (int i = 0; i < choices; i++) {
+        const int slot = e->expert_count[e->chosen[i]]++;
+        e->slot_token[slot] = i / k;
+        e->slot_weight[slot] = e->chosen_weight[i];
+    }
+}
+
+/* inner <- quantised silu(gate x) (up x), columns col0..col1-1, for the `count` tokens listed in rows; results from
+ * row `slot` of inner on. up_row: where the up rows begin in their matrix. */
+static void inner_tile(fm_engine *e, const fm_matrix *gate, const fm_matrix *up, int index, int up_row,
+                       const int32_t *rows, int count, fm_input *inner, int slot, int col0, int col1, int worker) {
+    const int width = col1 - col0;
+    float *g = fm_worker_scratch(e, worker), *u = g + FM_EXPERT_TOKENS * FM_EXPERT_COLS;
+    for (int begin = 0; begin < count; begin += FM_EXPERT_TOKENS) {
+        const int tokens = fm_least(FM_EXPERT_TOKENS, count - begin);
+        fm_multiply(e, gate, index, col0, col1, &e->normed, rows + begin, tokens, g, (size_t)width);
+        fm_multiply(e, up, index, up_row + col0, up_row + col1, &e->normed, rows + begin, tokens, u, (size_t)width);
+        for (int t = 0; t < tokens; t++) {
+            const int row = slot + begin + t;
+            e->ops->swiglu(g + (size_t)t * width, u + (size_t)t * width, width, inner->x + (size_t)row * inner->ld + col0);
+            fm_quantize(e, inner, row, col0, width);
+        }
+    }
+}
+
+static void inner_item(void *arg, int item, int worker) {
+    const moe_job *job = arg;
+    fm_engine *e = job->engine;
+    const fm_layer *layer = job->layer;
+    if (item < job->shared_items) {
+        const int col0 = item * FM_EXPERT_COLS, col1 = fm_least(col0 + FM_EXPERT_COLS, e->spec.shared_hidden);
+        inner_tile(e, &layer->shared_gate, &layer->shared_up, 0, 0, e->every_token, e->tokens, &e->shared_inner, 0,
+                   col0, col1, worker);
+        return;
+    }
+    item -= job->shared_items;
+    const fm_expert_group *group = e->group + item / job->inner_items;
+    const int col0 = item % job->inner_items * FM_EXPERT_COLS;
+    const int col1 = fm_least(col0 + FM_EXPERT_COLS, e->spec.expert_hidden);
+    inner_tile(e, &layer->experts_gate_up, &layer->experts_gate_up, group->expert, e->spec.expert_hidden,
+               e->slot_token + group->begin, group->end - group->begin, &e->expert_inner, group->begin, col0, col1,
+               worker);
+}
+
+/* sum[token] += weight * (down inner[row]) on rows row0.. of down, for `count` rows of inner that belong to `tokens`. */
+static void add_down(fm_engine *e, const fm_matrix *down, int index, const fm_input *inner, int slot, int count,
+                     const int32_t *tokens, const float *weight, int row0, int row1, float *sum, float *part) {
+    const int width = row1 - row0;
+    for (int begin = 0; begin < count; begin += FM_EXPERT_TOKENS) {
+        const int n = fm_least(FM_EXPERT_TOKENS, count - begin);
+        fm_multiply(e, down, index, row0, row1, inner, e->every_token + slot + begin, n, part, (size_t)width);
+        for (int i = 0; i < n; i++)
+            e->ops->axpy(weight[begin + i], part + (size_t)i * width, width, sum + (size_t)tokens[begin + i] * width);
+    }
+}
+
+static void down_item(void *arg, int item, int worker) {
+    const moe_job *job = arg;
+    fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int row0 = item * job->step, row1 = fm_least(row0 + job->step, s->hidden), width = row1 - row0;
+    float *part = fm_worker_scratch(e, worker), *sum = part + FM_EXPERT_TOKENS * FM_EXPERT_COLS;
+    float *gate = sum + (size_t)e->tokens * width;
+    memset(sum, 0, (size_t)e->tokens * width * sizeof(float));
+    for (int i = 0; i < e->groups; i++) {
+        const fm_expert_group *g = e->group + i;
+        add_down(e, &job->layer->experts_down, g->expert, &e->expert_inner, g->begin, g->end - g->begin,
+                 e->slot_token + g->begin, e->slot_weight + g->begin, row0, row1, sum, part);
+    }
+    for (int t = 0; t < e->tokens; t++) {
+        const float logit = e->router[(size_t)t * (s->experts + 1) + s->experts];
+        gate[t] = 1.0f / (1.0f + expf(-logit));
+    }
+    add_down(e, &job->layer->shared_down, 0, &e->shared_inner, 0, e->tokens, e->every_token, gate, row0, row1, sum, part);
+    for (int t = 0; t < e->tokens; t++)
+        e->ops->axpy(1.0f, sum + (size_t)t * width, width, e->hidden + (size_t)t * s->hidden + row0);
+}
+
+void fm_moe(fm_engine *e, const fm_layer *layer) {
+    const fm_model_spec *s = &e->spec;
+    const int rows = s->hidden / (4 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
+    moe_job job = {
+        .engine = e,
+        .layer = layer,
+        .inner_items = fm_blocks(s->expert_hidden, FM_EXPERT_COLS),
+        .shared_items = fm_blocks(s->shared_hidden, FM_EXPERT_COLS),
+        .step = rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, FM_EXPERT_COLS),
+    };
+    const size_t ld = (size_t)s->experts + 1;
+    const fm_product gates[] = {
+        {.matrix = &layer->router, .out = e->router, .ld = ld},
+        {.matrix = &layer->shared_expert_gate, .out = e->router + s->experts, .ld = ld},
+    };
+    fm_multiply_all(e, &e->normed, gates, 2);
+    fm_parallel_for(e->pool, e->tokens, choose, &job);
+    group_tokens(e);
+    fm_parallel_for(e->pool, job.shared_items + e->groups * job.inner_items, inner_item, &job);
+    fm_parallel_for(e->pool, fm_blocks(s->hidden, job.step), down_item, &job);
+}

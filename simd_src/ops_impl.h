@@ -1,0 +1,361 @@
+/* The operations of ops.h, written once over the vectors of vec_<tier>.h. Included by ops_<tier>.c, which defines
+ * FM_OPS, the name of its table. Everything else here is static. */
+#include <math.h>
+#include <string.h>
+
+#include "ops.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* ---- small matrix products ------------------------------------------------------------------------------------
+ * Each element is one chain of multiply-adds in ascending k, whatever tile it falls into. */
+
+/* c[m][n] += sum_k a[m * a_row + k * a_col] b[k][n], a tile of `rows` x `vecs` registers. */
+INLINE void nn_tile(const int rows, const int vecs, int depth, const float *a, size_t a_row, size_t a_col,
+                    const float *b, size_t ldb, float *c, size_t ldc) {
+    vf acc[NN_ROWS][NN_VECS];
+    UNROLL for (int m = 0; m < rows; m++) {
+        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = vload(c + m * ldc + n * VW);
+    }
+    for (int k = 0; k < depth; k++) {
+        vf column[NN_VECS];
+        UNROLL for (int n = 0; n < vecs; n++) column[n] = vload(b + k * ldb + n * VW);
+        UNROLL for (int m = 0; m < rows; m++) {
+            const vf scalar = vset1(a[m * a_row + k * a_col]);
+            UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = vfma(scalar, column[n], acc[m][n]);
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        UNROLL for (int n = 0; n < vecs; n++) vstore(c + m * ldc + n * VW, acc[m][n]);
+    }
+}
+
+static void gemm_nn(int rows, int cols, int depth, const float *a, size_t a_row, size_t a_col, const float *b,
+                    size_t ldb, float *c, size_t ldc) {
+    int n = 0;
+    for (; n + NN_VECS * VW <= cols; n += NN_VECS * VW) {
+        int m = 0;
+        for (; m + NN_ROWS <= rows; m += NN_ROWS)
+            nn_tile(NN_ROWS, NN_VECS, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
+        for (; m < rows; m++)
+            nn_tile(1, NN_VECS, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
+    }
+    for (; n < cols; n += VW) {
+        int m = 0;
+        for (; m + NN_ROWS <= rows; m += NN_ROWS)
+            nn_tile(NN_ROWS, 1, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
+        for (; m < rows; m++) nn_tile(1, 1, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
+    }
+}
+
+/* c[m][n] = dot(a[m], b[n]), a tile of `rows` x `cols` dot products. */
+INLINE void nt_tile(const int rows, const int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb,
+                    float *c, size_t ldc) {
+    vf acc[NT_ROWS][NT_COLS];
+    UNROLL for (int m = 0; m < rows; m++) {
+        UNROLL for (int n = 0; n < cols; n++) acc[m][n] = vset1(0.0f);
+    }
+    for (int k = 0; k < depth; k += VW) {
+        vf right[NT_COLS];
+        UNROLL for (int n = 0; n < cols; n++) right[n] = vload(b + n * ldb + k);
+        UNROLL for (int m = 0; m < rows; m++) {
+            const vf left = vload(a + m * lda + k);
+            UNROLL for (int n = 0; n < cols; n++) acc[m][n] = vfma(left, right[n], acc[m][n]);
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        UNROLL for (int n = 0; n < cols; n++) c[m * ldc + n] = vsum(acc[m][n]);
+    }
+}
+
+static void gemm_nt(int rows, int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb, float *c,
+                    size_t ldc) {
+    int m = 0;
+    for (; m + NT_ROWS <= rows; m += NT_ROWS) {
+        int n = 0;
+        for (; n + NT_COLS <= cols; n += NT_COLS)
+            nt_tile(NT_ROWS, NT_COLS, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
+        for (; n < cols; n++) nt_tile(NT_ROWS, 1, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
+    }
+    for (; m < rows; m++) {
+        int n = 0;
+        for (; n + NT_COLS <= cols; n += NT_COLS)
+            nt_tile(1, NT_COLS, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
+        for (; n < cols; n++) nt_tile(1, 1, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
+    }
+}
+
+/* ---- element-wise --------------------------------------------------------------------------------------------- */
+
+INLINE vf vsigmoid(vf x) { return vdiv(vset1(1.0f), vadd(vset1(1.0f), vexp(vsub(vset1(0.0f), x)))); }
+INLINE vf vsilu(vf x) { return vmul(x, vsigmoid(x)); }
+
+static float sum_of_squares(const float *x, int n) {
+    vf sum = vset1(0.0f);
+    for (int i = 0; i < n; i += VW) {
+        const vf value = vload(x + i);
+        sum = vfma(value, value, sum);
+    }
+    return vsum(sum);
+}
+
+static void scale_to(float factor, const float *x, int n, float *y) {
+    const vf scale = vset1(factor);
+    for (int i = 0; i < n; i += VW) vstore(y + i, vmul(scale, vload(x + i)));
+}
+
+static void rmsnorm(const float *x, const float *weight, int n, float eps, float *y) {
+    const vf inverse = vset1(1.0f / sqrtf(sum_of_squares(x, n) / (float)n + eps));
+    for (int i = 0; i < n; i += VW) vstore(y + i, vmul(vmul(vload(x + i), inverse), vload(weight + i)));
+}
+
+static void gated_norm(const float *x, const float *gate, const float *weight, int n, float eps, float *y) {
+    const vf inverse = vset1(1.0f / sqrtf(sum_of_squares(x, n) / (float)n + eps));
+    for (int i = 0; i < n; i += VW) {
+        const vf normed = vmul(vmul(vload(x + i), inverse), vload(weight + i));
+        vstore(y + i, vmul(normed, vsilu(vload(gate + i))));
+    }
+}
+
+static void rope(float *x, const float *cosine, const float *sine, int pairs) {
+    for (int j = 0; j < pairs; j++) {
+        const float first = x[j], second = x[j + pairs];
+        x[j] = first * cosine[j] - second * sine[j];
+        x[j + pairs] = second * cosine[j] + first * sine[j];
+    }
+}
+
+static void conv_silu(float *u, size_t ld, int tokens, const float *weight, float *state, size_t pitch, int channels) {
+    for (int c = 0; c < channels; c += VW) {
+        const vf w0 = vload(weight + c), w1 = vload(weight + pitch + c), w2 = vload(weight + 2 * pitch + c),
+                 w3 = vload(weight + 3 * pitch + c);
+        vf u0 = vload(state + c), u1 = vload(state + pitch + c), u2 = vload(state + 2 * pitch + c);
+        for (int t = 0; t < tokens; t++) {
+            const vf u3 = vload(u + t * ld + c);
+            vf sum = vfma(w1, u1, vmul(w0, u0));
+            sum = vfma(w3, u3, vfma(w2, u2, sum));
+            vstore(u + t * ld + c, vsilu(sum));
+            u0 = u1, u1 = u2, u2 = u3;
+        }
+        vstore(state + c, u0);
+        vstore(state + pitch + c, u1);
+        vstore(state + 2 * pitch + c, u2);
+    }
+}
+
+static void swiglu(const float *gate, const float *up, int n, float *y) {
+    for (int i = 0; i < n; i += VW) vstore(y + i, vmul(vsilu(vload(gate + i)), vload(up + i)));
+}
+
+static void axpy(float a, const float *x, int n, float *y) {
+    const vf scale = vset1(a);
+    for (int i = 0; i < n; i += VW) vstore(y + i, vfma(scale, vload(x + i), vload(y + i)));
+}
+
+static void to_half(const float *x, int n, uint16_t *y) {
+    for (int i = 0; i < n; i += VW) vstore_half(y + i, vload(x + i));
+}
+
+static void from_half(const uint16_t *x, int n, float *y) {
+    for (int i = 0; i < n; i += VW) vstore(y + i, vload_half(x + i));
+}
+
+static void exp_all(const float *x, int n, float *y) {
+    for (int i = 0; i < n; i += VW) vstore(y + i, vexp(vload(x + i)));
+}
+
+INLINE float exp_one(float x) {
+    float lanes[VW];
+    vstore(lanes, vexp(vset1(x)));
+    return lanes[0];
+}
+
+/* ---- attention ------------------------------------------------------------------------------------------------ */
+
+/* Scores of one row become probabilities relative to the row's new maximum; all 64 are summed, hidden ones as 0, so
+ * that the order of the sum is always the same. */
+static void soften_row(float *score, int limit, float *maximum, float *sum, float *acc, int head_dim) {
+    for (int j = limit; j < FM_PAGE_TOKENS; j++) score[j] = -INFINITY;
+    vf top = vload(score);
+    for (int j = VW; j < FM_PAGE_TOKENS; j += VW) top = vmax(top, vload(score + j));
+    const float page_max = vhmax(top), new_max = page_max > *maximum ? page_max : *maximum;
+    const float fade = exp_one(*maximum - new_max);
+    const vf shift = vset1(new_max);
+    vf total = vset1(0.0f);
+    for (int j = 0; j < FM_PAGE_TOKENS; j += VW) {
+        const vf p = vexp(vsub(vload(score + j), shift));
+        vstore(score + j, p);
+        total = vadd(total, p);
+    }
+    *sum = *sum * fade + vsum(total);
+    *maximum = new_max;
+    scale_to(fade, acc, head_dim, acc);
+}
+
+static void attend(const fm_attend_args *a) {
+    const int width = a->head_dim;
+    int keys = 0;
+    for (int r = 0; r < a->rows; r++) keys = a->limit[r] > keys ? a->limit[r] : keys;
+    if (keys == 0) return;
+    gemm_nt(a->rows, keys, width, a->query, width, a->key, width, a->score, FM_PAGE_TOKENS);
+    for (int r = 0; r < a->rows; r++) {
+        float *score = a->score + r * FM_PAGE_TOKENS;
+        if (a->limit[r] > 0)
+            soften_row(score, a->limit[r], a->maximum + r, a->sum + r, a->acc + (size_t)r * width, width);
+        else
+            memset(score, 0, FM_PAGE_TOKENS * sizeof(float));
+    }
+    gemm_nn(a->rows, width, keys, a->score, FM_PAGE_TOKENS, 1, a->value, width, a->acc, width);
+}
+
+static void attend_merge(float *a_max, float *a_sum, float *a_acc, float b_max, float b_sum, const float *b_acc, int n) {
+    const float new_max = b_max > *a_max ? b_max : *a_max;
+    const float a_fade = exp_one(*a_max - new_max), b_fade = exp_one(b_max - new_max);
+    *a_max = new_max;
+    *a_sum = *a_sum * a_fade + b_sum * b_fade;
+    const vf left = vset1(a_fade), right = vset1(b_fade);
+    for (int i = 0; i < n; i += VW)
+        vstore(a_acc + i, vfma(left, vload(a_acc + i), vmul(right, vload(b_acc + i))));
+}
+
+static void attend_finish(const float *acc, float sum, const float *gate, int n, float *y) {
+    const vf inverse = vset1(1.0f / sum);
+    for (int i = 0; i < n; i += VW)
+        vstore(y + i, vmul(vmul(vload(acc + i), inverse), vsigmoid(vload(gate + i))));
+}
+
+/* ---- gated delta rule ----------------------------------------------------------------------------------------- */
+
+static void l2norm(const float *x, int n, float factor, float *y) {
+    scale_to(factor / sqrtf(sum_of_squares(x, n) + 1e-6f), x, n, y);
+}
+
+/* One token on `vecs` registers of columns of S: S <- decay S; r = beta (v - S'k); S <- S + k r'; out = S'q. The
+ * columns do not touch each other. The first pass reads S without storing it, the second finds it in cache. */
+INLINE void delta_columns(const int vecs, int key_dim, size_t pitch, float *state, const float *q, const float *k,
+                          const float *v, float decay, float beta, float *out) {
+    vf seen[8], result[8];
+    UNROLL for (int n = 0; n < vecs; n++) seen[n] = vset1(0.0f), result[n] = vset1(0.0f);
+    for (int i = 0; i < key_dim; i++) {
+        const vf key = vset1(k[i]);
+        UNROLL for (int n = 0; n < vecs; n++) seen[n] = vfma(key, vload(state + i * pitch + n * VW), seen[n]);
+    }
+    const vf fade = vset1(decay), rate = vset1(beta);
+    UNROLL for (int n = 0; n < vecs; n++)
+        seen[n] = vmul(rate, vsub(vload(v + n * VW), vmul(fade, seen[n])));
+    for (int i = 0; i < key_dim; i++) {
+        const vf key = vset1(k[i]), query = vset1(q[i]);
+        UNROLL for (int n = 0; n < vecs; n++) {
+            const vf s = vfma(key, seen[n], vmul(fade, vload(state + i * pitch + n * VW)));
+            vstore(state + i * pitch + n * VW, s);
+            result[n] = vfma(query, s, result[n]);
+        }
+    }
+    UNROLL for (int n = 0; n < vecs; n++) vstore(out + n * VW, result[n]);
+}
+
+#define DELTA_VECS (VW == 16 ? 8 : 4) /* accumulators and results must fit the registers */
+
+static void delta_recurrent(const fm_delta_args *a) {
+    float *q = a->scratch, *k = q + a->key_dim;
+    for (int t = 0; t < a->tokens; t++) {
+        l2norm(a->q + t * a->stride, a->key_dim, 1.0f / sqrtf((float)a->key_dim), q);
+        l2norm(a->k + t * a->stride, a->key_dim, 1.0f, k);
+        const float decay = exp_one(a->g[t]);
+        const float *v = a->v + t * a->stride;
+        float *out = a->out + (size_t)t * a->value_dim;
+        int n = 0;
+        for (; n + DELTA_VECS * VW <= a->value_dim; n += DELTA_VECS * VW)
+            delta_columns(DELTA_VECS, a->key_dim, a->value_dim, a->state + n, q, k, v + n, decay, a->beta[t], out + n);
+        for (; n < a->value_dim; n += VW)
+            delta_columns(1, a->key_dim, a->value_dim, a->state + n, q, k, v + n, decay, a->beta[t], out + n);
+    }
+}
+
+/* scores[i][j] <- scale_i exp(G_i - G_j) scores[i][j] for j < i + inclusive, else 0. `scale` NULL: 1. Only the
+ * exponential of a difference is taken: e^-G alone overflows. */
+static void decay_mask(float *scores, int tokens, const float *cumulative, const float *scale, int inclusive) {
+    float difference[FM_DELTA_CHUNK];
+    for (int i = 0; i < tokens; i++) {
+        const int visible = i + inclusive;
+        float *row = scores + (size_t)i * FM_DELTA_CHUNK;
+        for (int j = 0; j < visible; j++) difference[j] = cumulative[i] - cumulative[j];
+        for (int j = visible; j < FM_DELTA_CHUNK; j++) difference[j] = 0.0f, row[j] = 0.0f;
+        const vf factor = vset1(scale ? scale[i] : 1.0f);
+        for (int j = 0; j < visible; j += VW)
+            vstore(row + j, vmul(vmul(factor, vexp(vload(difference + j))), vload(row + j)));
+    }
+}
+
+/* x <- A^-1 x for A = I - minus_lower (strictly lower triangular), by blocks of rows: all earlier blocks at once, then
+ * the rows of the block one after another. */
+static void substitute(int rows, int cols, const float *minus_lower, float *x) {
+    enum { BLOCK = 16 };
+    for (int begin = 0; begin < rows; begin += BLOCK) {
+        const int end = begin + BLOCK < rows ? begin + BLOCK : rows;
+        gemm_nn(end - begin, cols, begin, minus_lower + (size_t)begin * FM_DELTA_CHUNK, FM_DELTA_CHUNK, 1, x, cols,
+                x + (size_t)begin * cols, cols);
+        for (int i = begin + 1; i < end; i++)
+            gemm_nn(1, cols, i - begin, minus_lower + (size_t)i * FM_DELTA_CHUNK + begin, FM_DELTA_CHUNK, 1,
+                    x + (size_t)begin * cols, cols, x + (size_t)i * cols, cols);
+    }
+}
+
+/* The chunk form (design: G cumulative log decay, B = diag(beta), all logs differences):
+ *   A = I + strictLower((B K K') exp(G_i - G_j));  [U | W] = A^-1 [B V | B e^G K];  N = U - W S
+ *   out = (e^G Q) S + lower((Q K') exp(G_i - G_j)) N;  S <- e^(G_last) S + (e^(G_last - G) K)' N
+ * W is kept negated. */
+static void delta_chunk(const fm_delta_args *a) {
+    const int tokens = a->tokens, dk = a->key_dim, dv = a->value_dim, width = dv + dk;
+    float *q = a->scratch, *k = q + FM_DELTA_CHUNK * dk, *scaled = k + FM_DELTA_CHUNK * dk;
+    float *x = scaled + FM_DELTA_CHUNK * dk;        /* [tokens][dv + dk] = [U | -W] */
+    float *lower = x + (size_t)FM_DELTA_CHUNK * width, *scores = lower + FM_DELTA_CHUNK * FM_DELTA_CHUNK;
+    float *cumulative = scores + FM_DELTA_CHUNK * FM_DELTA_CHUNK, *grown = cumulative + FM_DELTA_CHUNK;
+    float *minus_beta = grown + FM_DELTA_CHUNK;
+    float sum = 0.0f;
+    for (int t = 0; t < tokens; t++) {
+        l2norm(a->q + t * a->stride, dk, 1.0f / sqrtf((float)dk), q + (size_t)t * dk);
+        l2norm(a->k + t * a->stride, dk, 1.0f, k + (size_t)t * dk);
+        sum += a->g[t];
+        cumulative[t] = sum;
+        grown[t] = exp_one(sum);
+        minus_beta[t] = -a->beta[t];
+        scale_to(a->beta[t], a->v + t * a->stride, dv, x + (size_t)t * width);
+        scale_to(minus_beta[t] * grown[t], k + (size_t)t * dk, dk, x + (size_t)t * width + dv);
+    }
+    gemm_nt(tokens, tokens, dk, k, dk, k, dk, lower, FM_DELTA_CHUNK);
+    decay_mask(lower, tokens, cumulative, minus_beta, 0);
+    gemm_nt(tokens, tokens, dk, q, dk, k, dk, scores, FM_DELTA_CHUNK);
+    decay_mask(scores, tokens, cumulative, NULL, 1);
+
+    substitute(tokens, width, lower, x);
+    gemm_nn(tokens, dv, dk, x + dv, width, 1, a->state, dv, x, width); /* N = U - W S */
+
+    for (int t = 0; t < tokens; t++) scale_to(grown[t], q + (size_t)t * dk, dk, scaled + (size_t)t * dk);
+    memset(a->out, 0, (size_t)tokens * dv * sizeof(float));
+    gemm_nn(tokens, dv, dk, scaled, dk, 1, a->state, dv, a->out, dv);
+    gemm_nn(tokens, dv, tokens, scores, FM_DELTA_CHUNK, 1, x, width, a->out, dv);
+
+    for (int t = 0; t < tokens; t++) scale_to(exp_one(sum - cumulative[t]), k + (size_t)t * dk, dk, scaled + (size_t)t * dk);
+    scale_to(grown[tokens - 1], a->state, dk * dv, a->state);
+    gemm_nn(dk, dv, tokens, scaled, 1, dk, x, width, a->state, dv);
+}
+
+const fm_ops FM_OPS = {
+    .tier = FM_TIER,
+    .rmsnorm = rmsnorm,
+    .rope = rope,
+    .conv_silu = conv_silu,
+    .delta_recurrent = delta_recurrent,
+    .delta_chunk = delta_chunk,
+    .gated_norm = gated_norm,
+    .attend = attend,
+    .attend_merge = attend_merge,
+    .attend_finish = attend_finish,
+    .swiglu = swiglu,
+    .axpy = axpy,
+    .to_half = to_half,
+    .from_half = from_half,
+    .exp = exp_all,
+};

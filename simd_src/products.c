@@ -1,0 +1,94 @@
+/* Matrix products on the pool: every projection that reads one input is one job, cut into tiles of rows. */
+#include <string.h>
+
+#include "model.h"
+
+enum { MAX_PRODUCTS = 8, MOST_ROWS = 64 };
+
+size_t fm_matrix_bytes(const fm_matrix *w) {
+    const size_t weights = (size_t)w->rows * w->cols;
+    return w->dtype == FM_Q4 ? weights / (FM_BLOCK_ROWS * FM_BLOCK_COLS) * FM_BLOCK_BYTES : weights * sizeof(float);
+}
+
+void fm_multiply(const fm_engine *e, const fm_matrix *w, int index, int row0, int row1, const fm_input *in,
+                 const int32_t *rows, int tokens, float *y, size_t ldy) {
+    const char *data = (const char *)w->data + (size_t)index * fm_matrix_bytes(w);
+    if (w->dtype == FM_Q4)
+        e->kernels.q4_matmul((const fm_block_q4 *)data, w->cols, row0 / FM_BLOCK_ROWS, row1 / FM_BLOCK_ROWS, &in->q,
+                             rows, tokens, y, ldy);
+    else
+        e->kernels.f32_matmul((const float *)data, w->cols, row0, row1, in->x, in->ld, rows, tokens, y, ldy);
+}
+
+void fm_quantize(const fm_engine *e, fm_input *in, int row, int col, int n) {
+    if (!e->quantized) return;
+    const size_t groups = (size_t)in->q.cols / FM_GROUP, group = (size_t)row * groups + (size_t)(col / FM_GROUP);
+    e->kernels.quantize_q8(in->x + (size_t)row * in->ld + col, n, in->q.q + (size_t)row * in->q.cols + col,
+                           in->q.scale + group, in->q.correction + group);
+}
+
+typedef struct {
+    fm_engine *engine;
+    const float *weight;
+} norm_job;
+
+static void norm_token(void *arg, int token, int worker) {
+    (void)worker;
+    const norm_job *job = arg;
+    fm_engine *e = job->engine;
+    const int width = e->spec.hidden;
+    e->ops->rmsnorm(e->hidden + (size_t)token * width, job->weight, width, e->spec.eps,
+                    e->normed.x + (size_t)token * width);
+    fm_quantize(e, &e->normed, token, 0, width);
+}
+
+void fm_norm(fm_engine *e, const float *weight) {
+    norm_job job = {e, weight};
+    fm_parallel_for(e->pool, e->tokens, norm_token, &job);
+}
+
+typedef struct {
+    fm_engine *engine;
+    const fm_input *in;
+    const fm_product *products;
+    int count;
+    int first_item[MAX_PRODUCTS + 1], step[MAX_PRODUCTS];
+} products_job;
+
+static void product_tile(void *arg, int item, int worker) {
+    const products_job *job = arg;
+    const fm_engine *e = job->engine;
+    int i = 0;
+    while (item >= job->first_item[i + 1]) i++;
+    const fm_product *p = job->products + i;
+    const int row0 = (item - job->first_item[i]) * job->step[i], row1 = fm_least(row0 + job->step[i], p->matrix->rows);
+    if (p->add) {
+        float *tile = fm_worker_scratch(e, worker);
+        for (int begin = 0; begin < e->tokens; begin += FM_EXPERT_TOKENS) {
+            const int tokens = fm_least(FM_EXPERT_TOKENS, e->tokens - begin), width = row1 - row0;
+            fm_multiply(e, p->matrix, 0, row0, row1, job->in, e->every_token + begin, tokens, tile, (size_t)width);
+            for (int t = 0; t < tokens; t++)
+                e->ops->axpy(1.0f, tile + (size_t)t * width, width, p->out + (size_t)(begin + t) * p->ld + row0);
+        }
+    } else {
+        fm_multiply(e, p->matrix, 0, row0, row1, job->in, NULL, e->tokens, p->out + row0, p->ld);
+    }
+    if (p->finish) p->finish(p->arg, row0, row1, p->out + row0);
+}
+
+/* Rows of a tile: enough tiles that no thread waits long for the last, and not more calls than that needs. A float
+ * row weighs as much as seven packed ones. */
+static int tile_rows(const fm_engine *e, const fm_matrix *w) {
+    if (w->dtype == FM_F32 && e->quantized) return FM_BLOCK_ROWS;
+    const int rows = w->rows / (4 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
+    return rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, MOST_ROWS);
+}
+
+void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count) {
+    products_job job = {.engine = e, .in = in, .products = products, .count = count};
+    for (int i = 0; i < count; i++) {
+        job.step[i] = tile_rows(e, products[i].matrix);
+        job.first_item[i + 1] = job.first_item[i] + fm_blocks(products[i].matrix->rows, job.step[i]);
+    }
+    fm_parallel_for(e->pool, job.first_item[count], product_tile, &job);
+}

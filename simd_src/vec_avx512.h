@@ -1,0 +1,43 @@
+/* The vector vocabulary of ops_impl.h on 512-bit registers. */
+#ifndef FERMION_VEC_AVX512_H
+#define FERMION_VEC_AVX512_H
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#define VW 16
+#define NN_ROWS 6
+#define NN_VECS 4
+#define NT_ROWS 4
+#define NT_COLS 4
+
+typedef __m512 vf;
+
+static inline vf vload(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vstore(float *p, vf a) { _mm512_storeu_ps(p, a); }
+static inline vf vset1(float a) { return _mm512_set1_ps(a); }
+static inline vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+static inline vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+static inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+static inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline float vsum(vf a) { return _mm512_reduce_add_ps(a); }
+static inline float vhmax(vf a) { return _mm512_reduce_max_ps(a); }
+static inline vf vexp_scale(vf a, vf exponent) { return _mm512_scalef_ps(a, exponent); }
+static inline vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vf vzero_below(vf a, vf x, vf limit) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), a);
+}
+
+static inline vf vload_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+static inline void vstore_half(uint16_t *p, vf a) {
+    a = _mm512_max_ps(_mm512_min_ps(a, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#include "vec_exp.h"
+
+#endif
