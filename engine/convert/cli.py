@@ -4,29 +4,98 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from engine.convert import convert as conversion
-from engine.errors import FermionError
+from engine.convert.calibration import Calibration
+from engine.convert.convert import Options
+from engine.convert.prune import Selection, select
+from engine.errors import ConfigError, FermionError
+
+Source = Annotated[Path, typer.Argument(help="Directory of published safetensors, or (first) GGUF file.")]
+Destination = Annotated[Path, typer.Argument(help="Checkpoint directory to create.")]
+Recipe = Annotated[
+    str, typer.Option(help="size: 4 bits; balanced, quality: sensitive matrices in F16; float: all F32.")
+]
+CalibrationFile = Annotated[
+    Path | None, typer.Option("--calibration", help="Statistics from the calibrate command: better quantisation.")
+]
+VisionFile = Annotated[Path | None, typer.Option(help="GGUF file of the vision tower (mmproj).")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads; default: every usable CPU.")]
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Directory of published safetensors, or (first) GGUF file.")],
-    destination: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
-    vision_file: Annotated[Path | None, typer.Option(help="GGUF file of the vision tower (mmproj).")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Worker threads; default: every usable CPU.")] = None,
+    source: Source,
+    destination: Destination,
+    recipe: Recipe = "size",
+    calibration: CalibrationFile = None,
+    vision_file: VisionFile = None,
+    dry_run: DryRun = False,
+    threads: Threads = None,
 ) -> None:
-    """Convert a published checkpoint into a fermion checkpoint (4-bit). An interrupted run continues when repeated."""
+    """Convert a published checkpoint into a fermion checkpoint. An interrupted run continues when repeated."""
+    with _exit_codes():
+        statistics = Calibration(calibration) if calibration else None
+        options = Options(recipe=recipe, calibration=statistics, vision_file=vision_file)
+        _convert(source, destination, options, dry_run, threads)
+
+
+def prune(
+    source: Source,
+    destination: Destination,
+    keep: Annotated[int | None, typer.Option(min=1, help="Experts to keep in every layer.")] = None,
+    ratio: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Or: the share of experts to drop.")] = None,
+    calibration: CalibrationFile = None,
+    selection: Annotated[Path | None, typer.Option(help="Reuse a saved choice of experts.")] = None,
+    save_selection: Annotated[Path | None, typer.Option(help="Save the choice of experts (JSON).")] = None,
+    recipe: Recipe = "size",
+    vision_file: VisionFile = None,
+    dry_run: DryRun = False,
+    threads: Threads = None,
+) -> None:
+    """Drop the least salient experts (REAP) of a published or of a converted checkpoint."""
+    with _exit_codes():
+        statistics = Calibration(calibration) if calibration else None
+        chosen = _selection(statistics, keep, ratio, selection)
+        if save_selection:
+            chosen.save(save_selection)
+        options = Options(recipe=recipe, selection=chosen, calibration=statistics, vision_file=vision_file)
+        _convert(source, destination, options, dry_run, threads)
+
+
+def _convert(source: Path, destination: Path, options: Options, dry_run: bool, threads: int | None) -> None:
+    prepared = conversion.prepare(source, options)
+    typer.echo(conversion.describe(prepared))
+    if not dry_run:
+        conversion.run(prepared, destination, threads=threads, progress=ProgressLine("converting"))
+        typer.echo(f"wrote {destination}")
+
+
+def _selection(statistics: Calibration | None, keep: int | None, ratio: float | None, saved: Path | None) -> Selection:
+    if saved is not None:
+        if keep is not None or ratio is not None:
+            raise ConfigError("--selection already says how many experts stay: leave out --keep and --ratio")
+        return Selection.load(saved)
+    if statistics is None:
+        raise ConfigError("--calibration or --selection is needed to choose experts")
+    if (keep is None) == (ratio is None):
+        raise ConfigError("exactly one of --keep and --ratio is needed")
+    scores = statistics.scores("saliency")
+    experts = len(next(iter(scores.values()), ()))
+    return select(scores, keep if keep is not None else experts - int(experts * (ratio or 0.0)))
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Faults of input or settings end the command with code 2 and one line, without a traceback."""
     try:
-        prepared = conversion.prepare(source, vision_file)
-        typer.echo(conversion.describe(prepared))
-        if not dry_run:
-            conversion.run(prepared, destination, threads=threads, progress=ProgressLine("converting"))
-            typer.echo(f"wrote {destination}")
+        yield
     except FermionError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

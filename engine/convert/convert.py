@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from engine.convert import gguf_config, quantize
+from engine.convert import gguf_config
+from engine.convert.calibration import Calibration
 from engine.convert.gguf_config import GgufKeys
 from engine.convert.gguf_file import read_gguf
 from engine.convert.gguf_layout import GgufCheckpoint
 from engine.convert.hf_layout import HfCheckpoint
-from engine.convert.plan import Plan, build_plan
+from engine.convert.packed_layout import PackedCheckpoint
+from engine.convert.plan import Format, FormatChoice, Plan, TensorProvider, build_plan
+from engine.convert.prune import PrunedCheckpoint, Selection
+from engine.convert.recipes import RECIPES
 from engine.convert.safetensors import read_checkpoint
 from engine.convert.source_config import QUANTIZATION, Json, dump_json, geometry, load_config, load_json
 from engine.convert.writer import ProgressReport, plan_bytes, write_checkpoint
@@ -31,40 +35,70 @@ MAX_SIDE_FILE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion ready to run: the plan, the small files that go with it, and remarks for the user."""
+    """A conversion ready to run: the plan, the small files that go with it, statistics, and remarks for the user."""
 
     plan: Plan
     side_files: dict[str, bytes]
+    calibration: Calibration | None
     notes: tuple[str, ...]
 
 
-def prepare(source: Path, vision_file: Path | None = None) -> Conversion:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be asked of a conversion.
+
+    recipe: a name of `recipes.RECIPES`; a fermion checkpoint as source keeps the forms it has. selection: experts to
+    keep. calibration: input statistics for the quantiser. vision_file: the GGUF file of the vision tower.
+    """
+
+    recipe: str = "size"
+    selection: Selection | None = None
+    calibration: Calibration | None = None
+    vision_file: Path | None = None
+
+
+def prepare(source: Path, options: Options) -> Conversion:
     """Reads headers and configuration only. source: a directory of safetensors, or a GGUF file (of several: the
-    first); vision_file: the GGUF file of the vision tower. Raises ModelFileError for anything not understood."""
+    first). Raises ModelFileError for anything not understood, ConfigError for options that do not fit."""
+    if options.recipe not in RECIPES:
+        raise ConfigError(f"recipe {options.recipe!r}: expected one of {', '.join(RECIPES)}")
     notes: list[str] = []
     if source.suffix == ".gguf":
-        config, plan, side_files = _read_gguf_model(source, vision_file, notes)
-    elif vision_file is not None:
-        raise ConfigError(f"--vision-file {vision_file} goes with a GGUF model; {source} holds its own vision tower")
+        opened = _open_gguf(source, options.vision_file, notes)
+    elif options.vision_file is not None:
+        raise ConfigError(f"vision file {options.vision_file} goes with a GGUF model; {source} is a directory")
     else:
-        config, plan, side_files = _read_directory(source)
-    side_files["config.json"] = dump_json(_converted_config(config, plan, notes))
+        opened = _open_directory(source)
+    plan = _plan(source, opened, options)
+    side_files = dict(opened.side_files)
+    side_files["config.json"] = dump_json(_converted_config(opened.config, plan, options, notes))
     wanted = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
     notes += [f"the source has no {name}, so the checkpoint has none" for name in wanted if name not in side_files]
-    return Conversion(plan, side_files, tuple(notes))
+    return Conversion(plan, side_files, options.calibration, tuple(notes))
 
 
-def _read_directory(source: Path) -> tuple[Json, Plan, dict[str, bytes]]:
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A source whose headers are read: nested config, tensors, their forms if they are fixed, small files."""
+
+    config: Json
+    provider: TensorProvider
+    fixed_format: FormatChoice | None
+    side_files: dict[str, bytes]
+
+
+def _open_directory(source: Path) -> _Opened:
     if not source.is_dir():
         raise ModelFileError(f"{source}: expected a directory with config.json and safetensors files, or a .gguf file")
-    path = source / "config.json"
-    config = load_config(path)
-    _check_source_quantization(path, config)
-    plan = build_plan(HfCheckpoint(source, read_checkpoint(source)), geometry(path, config))
-    return config, plan, _side_files(source)
+    config = load_config(source / "config.json")
+    entries = read_checkpoint(source)
+    if _source_quantization(source / "config.json", config) == "fermion":
+        packed = PackedCheckpoint(source, entries)
+        return _Opened(config, packed, packed.stored_format, _side_files(source))
+    return _Opened(config, HfCheckpoint(source, entries), None, _side_files(source))
 
 
-def _read_gguf_model(source: Path, vision_file: Path | None, notes: list[str]) -> tuple[Json, Plan, dict[str, bytes]]:
+def _open_gguf(source: Path, vision_file: Path | None, notes: list[str]) -> _Opened:
     metadata, entries = read_gguf(source)
     keys, vision = GgufKeys(source, metadata), None
     if vision_file is not None:
@@ -75,11 +109,23 @@ def _read_gguf_model(source: Path, vision_file: Path | None, notes: list[str]) -
             raise ModelFileError(f"{vision_file}: tensor {twice[0]!r} is also in {source}")
         entries |= vision_entries
     else:
-        notes.append("no --vision-file given: the checkpoint will not read pictures")
+        notes.append("no vision file given: the checkpoint will not read pictures")
     config = gguf_config.model_config(keys, entries, vision)
-    shapes = geometry(source, config)
-    plan = build_plan(GgufCheckpoint(entries, shapes), shapes)
-    return config, plan, gguf_config.side_files(keys, vision)
+    provider = GgufCheckpoint(entries, geometry(source, config))
+    return _Opened(config, provider, None, gguf_config.side_files(keys, vision))
+
+
+def _plan(source: Path, opened: _Opened, options: Options) -> Plan:
+    shapes, provider = geometry(source, opened.config), opened.provider
+    if options.selection is not None:
+        used = opened.config["text_config"].get("num_experts_per_tok")
+        if not isinstance(used, int) or options.selection.kept < used:
+            raise ConfigError(f"keep {options.selection.kept}: the model routes each token to {used} experts")
+        provider = PrunedCheckpoint(provider, options.selection)
+        shapes = replace(shapes, experts=options.selection.kept)
+    elif opened.fixed_format is not None:
+        raise ConfigError(f"{source} is a converted checkpoint already: there is nothing to do but to prune it")
+    return build_plan(provider, shapes, opened.fixed_format or RECIPES[options.recipe])
 
 
 def run(conversion: Conversion, destination: Path, *, threads: int | None, progress: ProgressReport) -> None:
@@ -88,7 +134,7 @@ def run(conversion: Conversion, destination: Path, *, threads: int | None, progr
         destination,
         conversion.plan,
         conversion.side_files,
-        settings=quantize.ALGORITHM,
+        calibration=conversion.calibration,
         threads=threads or len(os.sched_getaffinity(0)),
         progress=progress,
     )
@@ -106,23 +152,30 @@ def describe(conversion: Conversion) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in conversion.notes)])
 
 
-def _check_source_quantization(path: Path, config: Json) -> None:
+def _source_quantization(path: Path, config: Json) -> str | None:
+    """None, "fp8" or "fermion"; anything else is refused."""
     quantization = config.get("quantization_config")
     if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != "fp8":
-        raise ModelFileError(f"{path}: quantization_config.quant_method {method!r} is not supported, only 'fp8' is")
-    if quantization.get("weight_block_size") != [128, 128]:
-        raise ModelFileError(
-            f"{path}: quantization_config.weight_block_size is {quantization.get('weight_block_size')!r}, "
-            "expected [128, 128]"
-        )
+        return None
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in ("fp8", "fermion"):
+        raise ModelFileError(f"{path}: quantization_config {quantization!r} is not supported: only fp8 and fermion are")
+    method: str = quantization["quant_method"]
+    if method == "fermion" and quantization != QUANTIZATION:
+        raise ModelFileError(f"{path}: quantization_config is {quantization!r}, expected {QUANTIZATION!r}")
+    if method == "fp8" and quantization.get("weight_block_size") != [128, 128]:
+        size = quantization.get("weight_block_size")
+        raise ModelFileError(f"{path}: quantization_config.weight_block_size is {size!r}, expected [128, 128]")
+    return method
 
 
-def _converted_config(config: Json, plan: Plan, notes: list[str]) -> Json:
+def _converted_config(config: Json, plan: Plan, options: Options, notes: list[str]) -> Json:
     converted = {**config, "quantization_config": dict(QUANTIZATION), "tie_word_embeddings": False}
+    if all(tensor.format is not Format.Q4 for tensor in plan.tensors):
+        del converted["quantization_config"]
     text = {**config["text_config"], "tie_word_embeddings": False}
+    if options.selection is not None:
+        text["num_experts"] = options.selection.kept
+    text.pop("mtp_num_experts", None)
     if plan.mtp_experts is None:
         if text.get("mtp_num_hidden_layers"):
             notes.append("the source has no mtp.* tensors although its config names a layer: recorded as 0 layers")

@@ -188,6 +188,10 @@ class GgufCheckpoint:
         """Tensors that no part of the architecture asked for."""
         return sorted(self._entries.keys() - self._taken)
 
+    def kept_experts(self, prefix: str) -> tuple[int, ...]:
+        """Nothing is pruned here."""
+        return ()
+
     def _block(self, prefix: str) -> str:
         match = re.match(re.escape(PREFIX) + r"layers\.(\d+)\.", prefix)
         return f"blk.{match[1] if match else self._mtp_block}."

@@ -71,6 +71,10 @@ class HfCheckpoint:
         """Tensors that no part of the architecture asked for."""
         return sorted(self._entries.keys() - self._taken)
 
+    def kept_experts(self, prefix: str) -> tuple[int, ...]:
+        """Nothing is pruned here."""
+        return ()
+
     def _stored(self, name: str) -> str:
         return self._text_prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
 

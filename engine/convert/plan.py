@@ -15,12 +15,10 @@ from typing import Protocol
 
 from engine.convert.safetensors import TensorInfo
 from engine.convert.source_config import Geometry, VisionGeometry
-from engine.convert.sources import RowSource
+from engine.convert.sources import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS, PackedSource, RowSource
 from engine.errors import ModelFileError
 
 PIECE_WEIGHTS = 1 << 21  # weights encoded at a time by one thread: 8 MiB as float32
-GROUP = 32
-BLOCK_ROWS, BLOCK_COLS, BLOCK_BYTES = 16, 64, 576
 PREFIX = "model.language_model."
 
 
@@ -34,9 +32,9 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows row0..row1-1 of a source."""
+    """Rows row0..row1-1 of a source; of a packed one in multiples of 16."""
 
-    source: RowSource
+    source: RowSource | PackedSource
     row0: int
     row1: int
 
@@ -45,13 +43,16 @@ class Segment:
 class OutputTensor:
     """One tensor of the checkpoint: `shape` in weights, its rows the concatenation of `segments`.
 
-    A tensor with more than one matrix (experts) is [matrices, rows, cols]; `matrix_rows` is `rows`.
+    Either all segments are packed already and stored as they are, or none. A tensor with more than one matrix
+    (experts) is [matrices, rows, cols]; `matrix_rows` is `rows`. kept_experts: after pruning, the former number of
+    each.
     """
 
     name: str
     format: Format
     shape: tuple[int, ...]
     segments: tuple[Segment, ...]
+    kept_experts: tuple[int, ...] = ()
 
     @property
     def cols(self) -> int:
@@ -111,6 +112,9 @@ class TensorProvider(Protocol):
     def unused(self) -> list[str]:
         """Stored names nobody asked for, as the source spells them."""
 
+    def kept_experts(self, prefix: str) -> tuple[int, ...]:
+        """Former numbers of the experts under `prefix` if it was pruned, else empty."""
+
 
 def row_view(shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, cols) of the matrix view of a tensor: vectors are one column, so that heads can be reordered."""
@@ -119,6 +123,17 @@ def row_view(shape: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) == 2 or (len(shape) == 3 and shape[1] != 1):  # experts [E, rows, cols] and matrices
         return prod(shape[:-1]), shape[-1]
     return shape[0], prod(shape[1:])  # convolution kernels: one row per output channel
+
+
+def select_rows(segments: Sequence[Segment], row0: int, row1: int) -> Iterator[Segment]:
+    """The segments that make up rows row0..row1-1 of what `segments` concatenate to."""
+    start = 0
+    for segment in segments:
+        stop = start + segment.row1 - segment.row0
+        low, high = max(row0, start), min(row1, stop)
+        if low < high:
+            yield Segment(segment.source, segment.row0 + low - start, segment.row0 + high - start)
+        start = stop
 
 
 def pieces(tensor: OutputTensor) -> Iterator[Piece]:
@@ -131,7 +146,7 @@ def pieces(tensor: OutputTensor) -> Iterator[Piece]:
 
 
 def digest(tensors: Sequence[OutputTensor], settings: str) -> str:
-    """SHA-256 over everything that decides the bytes to be written; `settings` describes recipe and quantiser."""
+    """SHA-256 over everything that decides the bytes to be written; `settings` describes the quantiser."""
     sha = hashlib.sha256(settings.encode())
     for tensor in tensors:
         sha.update(f"\n{tensor.name} {tensor.format} {tensor.shape}".encode())
@@ -189,13 +204,15 @@ class _Planner:
     def weight(self, name: str, *shape: int) -> None:
         self._add(name, shape, self._provider.weight(name, shape))
 
-    def _add(self, name: str, shape: tuple[int, ...], segments: tuple[Segment, ...]) -> None:
+    def _add(
+        self, name: str, shape: tuple[int, ...], segments: tuple[Segment, ...], kept: tuple[int, ...] = ()
+    ) -> None:
         stored = self._choose(name, shape)
         if stored is Format.Q4 and (shape[-2] % BLOCK_ROWS or shape[-1] % BLOCK_COLS):
             raise ModelFileError(
                 f"tensor {name!r}: shape {shape} does not divide into blocks of {BLOCK_ROWS} x {BLOCK_COLS}"
             )
-        self.tensors.append(OutputTensor(name, stored, shape, segments))
+        self.tensors.append(OutputTensor(name, stored, shape, segments, kept))
 
     def layer(self, prefix: str, full: bool, experts: int) -> None:
         hidden = self._geometry.hidden
@@ -235,8 +252,9 @@ class _Planner:
             raise ModelFileError(f"tensors under {prefix}experts hold {stored} experts, config.json says {experts}")
         self.weight(f"{prefix}gate.weight", experts, g.hidden)
         gate_up, down = self._provider.experts(prefix, experts, g.hidden, g.expert_hidden)
-        self._add(f"{prefix}experts.gate_up_proj", (experts, 2 * g.expert_hidden, g.hidden), gate_up)
-        self._add(f"{prefix}experts.down_proj", (experts, g.hidden, g.expert_hidden), down)
+        kept = self._provider.kept_experts(prefix)
+        self._add(f"{prefix}experts.gate_up_proj", (experts, 2 * g.expert_hidden, g.hidden), gate_up, kept)
+        self._add(f"{prefix}experts.down_proj", (experts, g.hidden, g.expert_hidden), down, kept)
         self.weight(f"{prefix}shared_expert.gate_proj.weight", g.shared_hidden, g.hidden)
         self.weight(f"{prefix}shared_expert.up_proj.weight", g.shared_hidden, g.hidden)
         self.weight(f"{prefix}shared_expert.down_proj.weight", g.hidden, g.shared_hidden)

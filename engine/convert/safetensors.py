@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_checkpoint(directory: Path) -> dict[str, TensorEntry]:
-    """All tensors of a checkpoint directory: index + shards, or a single `model.safetensors`.
+    """All tensors of a checkpoint directory: index + shards, or a single `model.safetensors` (our fillers left out).
 
     The index must name plain files of that directory, and each shard must hold exactly the tensors the index
     assigns to it; anything else raises ModelFileError.
@@ -96,7 +96,7 @@ def read_checkpoint(directory: Path) -> dict[str, TensorEntry]:
     if index.is_file():
         return _read_sharded(directory, index)
     if single.is_file():
-        return read_header(single)
+        return {name: entry for name, entry in read_header(single).items() if not name.startswith(PADDING_PREFIX)}
     raise ModelFileError(f"{directory}: neither {INDEX_NAME} nor model.safetensors found")
 
 

@@ -17,6 +17,7 @@ from engine.convert.safetensors import TensorEntry
 from engine.core import Float32Array, UInt8Array
 from engine.errors import ModelFileError
 
+BLOCK_ROWS, BLOCK_COLS, BLOCK_BYTES = 16, 64, 576  # simd_src/blocks.h
 FP8_BLOCK = 128  # rows and columns that share one scale in block-FP8 exports
 
 
@@ -88,22 +89,30 @@ class FloatSource:
         return widen(raw, self._entry.dtype).reshape(row1 - row0, self.cols)
 
 
-class ByteSource:
-    """A U8 tensor [items, bytes per item], passed through unchanged (already packed weights)."""
+class PackedSource:
+    """A tensor packed already: U8 [..., rows/16, cols/64, 576]. Its rows are rows of weights, taken 16 at a time."""
 
-    def __init__(self, entry: TensorEntry, items: int) -> None:
-        """`items` must divide the number of bytes; raises ModelFileError for types other than U8."""
-        if entry.dtype != "U8":
-            raise ModelFileError(f"{entry.path}: tensor {entry.name!r}: expected U8, got {entry.dtype}")
-        self.name, self.rows = entry.name, items
-        self.cols = prod(entry.shape) // items
-        self.identity = f"{file_identity(entry.path)}:{entry.name}:{entry.begin}:{entry.end}"
+    def __init__(self, entry: TensorEntry) -> None:
+        """Raises ModelFileError unless the entry has the packed type and block size."""
+        if entry.dtype != "U8" or len(entry.shape) < 3 or entry.shape[-1] != BLOCK_BYTES:
+            raise ModelFileError(
+                f"{entry.path}: tensor {entry.name!r}: expected packed U8 blocks, got {entry.dtype} {entry.shape}"
+            )
+        self.name = entry.name
+        self.rows = prod(entry.shape[:-2]) * BLOCK_ROWS
+        self.cols = entry.shape[-2] * BLOCK_COLS
+        self.identity = f"packed:{file_identity(entry.path)}:{entry.name}:{entry.begin}:{entry.end}"
         self._entry = entry
 
-    def read_raw(self, row0: int, row1: int) -> UInt8Array:
-        """Bytes of items row0..row1-1, uint8 [row1 - row0, cols]."""
-        begin = self._entry.begin + row0 * self.cols
-        return read_bytes(self._entry.path, self.name, begin, (row1 - row0) * self.cols).reshape(-1, self.cols)
+    def read_packed(self, row0: int, row1: int) -> UInt8Array:
+        """Blocks of rows row0..row1-1 (multiples of 16), uint8 [(row1 - row0)/16, cols/64, 576]."""
+        assert row0 % BLOCK_ROWS == 0, row0
+        assert row1 % BLOCK_ROWS == 0, row1
+        tiles = (row1 - row0) // BLOCK_ROWS
+        tile_bytes = self.cols // BLOCK_COLS * BLOCK_BYTES
+        begin = self._entry.begin + row0 // BLOCK_ROWS * tile_bytes
+        raw = read_bytes(self._entry.path, self.name, begin, tiles * tile_bytes)
+        return raw.reshape(tiles, self.cols // BLOCK_COLS, BLOCK_BYTES)
 
 
 def _fp8_e4m3_table() -> Float32Array:

@@ -21,9 +21,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engine.convert.plan import Format, OutputTensor, Piece, Plan, digest, pieces
-from engine.convert.quantize import quantize_rows
+from engine.convert.calibration import Calibration
+from engine.convert.plan import Format, OutputTensor, Piece, Plan, digest, pieces, select_rows
+from engine.convert.quantize import ALGORITHM, quantize_rows, quantize_rows_with_feedback
 from engine.convert.safetensors import build_header, padded_bytes
+from engine.convert.sources import PackedSource
 from engine.core import Float32Array, UInt8Array
 from engine.errors import ConfigError, ModelFileError
 
@@ -47,11 +49,11 @@ def write_checkpoint(
     plan: Plan,
     side_files: Mapping[str, bytes],
     *,
-    settings: str,
+    calibration: Calibration | None,
     threads: int,
     progress: ProgressReport,
 ) -> None:
-    """Encodes the plan into `destination`, which must not exist or be empty. `settings` names recipe and quantiser.
+    """Encodes the plan into `destination`, which must not exist or be empty.
 
     Raises ConfigError (destination, disk space) or ModelFileError (what the weights hold); after the latter
     nothing is left behind, after anything else the partial directory is kept to be continued.
@@ -61,7 +63,7 @@ def write_checkpoint(
     partial.mkdir(parents=True, exist_ok=True)
     with _locked_journal(partial) as journal:
         try:
-            _write_data(partial, journal, plan, settings, threads, progress)
+            _write_data(partial, journal, plan, calibration, threads, progress)
         except ModelFileError:
             shutil.rmtree(partial)
             raise
@@ -94,11 +96,16 @@ def _locked_journal(partial: Path) -> Iterator[BinaryIO]:
 
 
 def _write_data(
-    partial: Path, journal: BinaryIO, plan: Plan, settings: str, threads: int, progress: ProgressReport
+    partial: Path,
+    journal: BinaryIO,
+    plan: Plan,
+    calibration: Calibration | None,
+    threads: int,
+    progress: ProgressReport,
 ) -> None:
     header, offsets = build_header([tensor.info for tensor in plan.tensors], METADATA)
     total = len(header) + plan_bytes(plan)
-    signature = digest(plan.tensors, settings)
+    signature = digest(plan.tensors, f"{ALGORITHM} {calibration.identity if calibration else 'uncalibrated'}")
     work = chain.from_iterable(pieces(tensor) for tensor in plan.tensors)
     data = os.open(partial / DATA_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -115,7 +122,7 @@ def _write_data(
             done += _piece_bytes(piece)
         progress(done, total)
         unsynced, synced_at = 0, time.monotonic()
-        for piece, encoded in _encoded(work, threads):
+        for piece, encoded in _encoded(work, calibration, threads):
             _pwrite_all(data, encoded, offsets[piece.tensor.name] + piece.offset)
             finished += 1
             done += encoded.nbytes
@@ -171,43 +178,61 @@ def _piece_bytes(piece: Piece) -> int:
     return piece.tensor.row_bytes(piece.row1) - piece.tensor.row_bytes(piece.row0)
 
 
-def _encoded(work: Iterator[Piece], threads: int) -> Iterator[tuple[Piece, UInt8Array]]:
+def _encoded(
+    work: Iterator[Piece], calibration: Calibration | None, threads: int
+) -> Iterator[tuple[Piece, UInt8Array]]:
     """Encodes on all threads, at most two pieces a thread in flight, and yields in order."""
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[tuple[Piece, Future[UInt8Array]]] = deque()
         try:
             for piece in islice(work, 2 * threads):
-                pending.append((piece, pool.submit(encode_piece, piece)))
+                pending.append((piece, pool.submit(encode_piece, piece, calibration)))
             while pending:
                 piece, future = pending.popleft()
                 yield piece, future.result()
                 for following in islice(work, 1):
-                    pending.append((following, pool.submit(encode_piece, following)))
+                    pending.append((following, pool.submit(encode_piece, following, calibration)))
         finally:
             for _, future in pending:
                 future.cancel()
 
 
-def encode_piece(piece: Piece) -> UInt8Array:
-    """Stored bytes of one piece. Raises ModelFileError for values that are not finite or do not fit the format."""
+def encode_piece(piece: Piece, calibration: Calibration | None) -> UInt8Array:
+    """Stored bytes of one piece, quantised as well as the calibration allows.
+
+    Raises ModelFileError for values that are not finite or do not fit the format.
+    """
+    segments = tuple(select_rows(piece.tensor.segments, piece.row0, piece.row1))
+    packed = [s.source.read_packed(s.row0, s.row1) for s in segments if isinstance(s.source, PackedSource)]
+    if packed:
+        return np.concatenate(packed).reshape(-1)
     weights = read_rows(piece.tensor, piece.row0, piece.row1)
     _check_finite(piece, weights)
     if piece.tensor.format is Format.F32:
         return weights.reshape(-1).view(np.uint8)
     if piece.tensor.format is Format.F16:
         return weights.astype(np.float16).reshape(-1).view(np.uint8)
-    return quantize_rows(weights).reshape(-1)
+    return _quantize(piece, weights, calibration).reshape(-1)
+
+
+def _quantize(piece: Piece, weights: Float32Array, calibration: Calibration | None) -> UInt8Array:
+    if calibration is None:
+        return quantize_rows(weights)
+    tensor, matrix = piece.tensor, piece.row0 // piece.tensor.matrix_rows
+    original = tensor.kept_experts[matrix] if tensor.kept_experts else matrix
+    factor = calibration.factor(tensor.name, original)
+    if factor is not None:
+        return quantize_rows_with_feedback(weights, factor)
+    return quantize_rows(weights, calibration.importance(tensor.name, original))
 
 
 def read_rows(tensor: OutputTensor, row0: int, row1: int) -> Float32Array:
-    """Rows of the matrix view of an output tensor, gathered from its segments: float32 [row1 - row0, cols]."""
-    parts, start = [], 0
-    for segment in tensor.segments:
-        stop = start + segment.row1 - segment.row0
-        low, high = max(row0, start), min(row1, stop)
-        if low < high:
-            parts.append(segment.source.read(segment.row0 + low - start, segment.row0 + high - start))
-        start = stop
+    """Rows of the matrix view of an unpacked tensor, gathered from its segments: float32 [row1 - row0, cols]."""
+    parts = [
+        segment.source.read(segment.row0, segment.row1)
+        for segment in select_rows(tensor.segments, row0, row1)
+        if not isinstance(segment.source, PackedSource)
+    ]
     return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 

@@ -17,6 +17,7 @@ import tiny_checkpoint as tiny
 from tiny_checkpoint import PREFIX
 
 from engine.convert import convert, writer
+from engine.convert.convert import Options
 from engine.convert.plan import Format
 from engine.convert.safetensors import INDEX_NAME, read_header
 from engine.errors import ConfigError, ModelFileError
@@ -29,7 +30,7 @@ def quiet(done: int, total: int) -> None:
 
 def planned_weights(source: Path) -> tiny.Weights:
     """What a plan would encode, in float32 and published shapes."""
-    plan = convert.prepare(source).plan
+    plan = convert.prepare(source, Options()).plan
     return {t.name: writer.read_rows(t, 0, t.rows).reshape(t.shape) for t in plan.tensors}
 
 
@@ -54,7 +55,7 @@ def test_text_only_save_gets_nested_names_and_config(tmp_path: Path) -> None:
     flat = {name.replace(PREFIX, "model."): value for name, value in weights.items()}
     source = tiny.write_checkpoint(tmp_path / "src", flat, {**tiny.TEXT_CONFIG, "tie_word_embeddings": False})
     assert_same(planned_weights(source), weights)
-    config = json.loads(convert.prepare(source).side_files["config.json"])
+    config = json.loads(convert.prepare(source, Options()).side_files["config.json"])
     assert config["model_type"] == "qwen3_5_moe"
     assert config["text_config"]["hidden_size"] == 64
     assert "vision_config" not in config
@@ -73,7 +74,7 @@ def test_pruned_trunk_with_unpruned_mtp_records_both_counts(tmp_path: Path) -> N
     full = tiny.random_weights(experts=8)
     weights = {name: full[name] if name.startswith("mtp.") else value for name, value in trunk.items()}
     source = tiny.write_checkpoint(tmp_path / "src", tiny.per_expert(weights), tiny.config(experts=4))
-    text = json.loads(convert.prepare(source).side_files["config.json"])["text_config"]
+    text = json.loads(convert.prepare(source, Options()).side_files["config.json"])["text_config"]
     assert (text["num_experts"], text["mtp_num_experts"]) == (4, 8)
 
 
@@ -108,7 +109,7 @@ def test_written_checkpoint_holds_what_it_says(tmp_path: Path) -> None:
     weights = tiny.random_weights()
     source = tiny.write_checkpoint(tmp_path / "src", weights, tiny.config())
     destination = tmp_path / "dst"
-    conversion = convert.prepare(source)
+    conversion = convert.prepare(source, Options())
     convert.run(conversion, destination, threads=2, progress=quiet)
     path = destination / "model.safetensors"
     entries, data = read_header(path), path.read_bytes()
@@ -134,7 +135,7 @@ def test_written_checkpoint_holds_what_it_says(tmp_path: Path) -> None:
 def test_official_reader_accepts_the_file(tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("safetensors.numpy")
     source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
-    convert.run(convert.prepare(source), tmp_path / "dst", threads=1, progress=quiet)
+    convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=quiet)
     loaded = numpy_reader.load_file(tmp_path / "dst" / "model.safetensors")
     assert loaded["lm_head.weight"].shape == (8, 1, 576)
 
@@ -155,7 +156,10 @@ BAD_CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "swish-gate": (edit_config(output_gate_type="swish"), "output_gate_type is 'swish'"),
     "stale-count": (edit_config(num_experts=6), "hold 8 experts, config.json says 6"),
     "wrong-hidden": (edit_config(hidden_size=128), "expected shape (128, 128), got (128, 64)"),
-    "awq": ({**tiny.config(), "quantization_config": {"quant_method": "awq"}}, "'awq' is not supported"),
+    "awq": (
+        {**tiny.config(), "quantization_config": {"quant_method": "awq"}},
+        "{'quant_method': 'awq'} is not supported",
+    ),
 }
 
 
@@ -164,7 +168,7 @@ def test_config_that_does_not_fit_is_refused(tmp_path: Path, case: str) -> None:
     config, message = BAD_CONFIGS[case]
     source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), config)
     with pytest.raises(ModelFileError) as caught:
-        convert.prepare(source)
+        convert.prepare(source, Options())
     assert message in str(caught.value)
 
 
@@ -176,14 +180,14 @@ def test_missing_tensor_is_named(tmp_path: Path, missing: str) -> None:
     del weights[missing]
     source = tiny.write_checkpoint(tmp_path / "src", weights, tiny.config())
     with pytest.raises(ModelFileError, match="is missing") as caught:
-        convert.prepare(source)
+        convert.prepare(source, Options())
     assert missing in str(caught.value)
 
 
 def test_unknown_tensor_is_named(tmp_path: Path) -> None:
     weights = tiny.random_weights() | {"model.visual.deepstack.0.weight": np.zeros((4, 4), np.float32)}
     with pytest.raises(ModelFileError, match=r"first 'model\.visual\.deepstack\.0\.weight'"):
-        convert.prepare(tiny.write_checkpoint(tmp_path / "src", weights, tiny.config()))
+        convert.prepare(tiny.write_checkpoint(tmp_path / "src", weights, tiny.config()), Options())
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
@@ -193,14 +197,14 @@ def test_value_that_does_not_fit_ends_with_nothing_written(tmp_path: Path, value
     weights[name][5, 7, 9] = value
     source = tiny.write_checkpoint(tmp_path / "src", weights, tiny.config(), dtype="F32")
     with pytest.raises(ModelFileError, match="column 9") as caught:
-        convert.run(convert.prepare(source), tmp_path / "dst", threads=2, progress=quiet)
+        convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=2, progress=quiet)
     assert name in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
 
 
 def test_shard_cut_short_after_planning_is_named(tmp_path: Path) -> None:
     source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
-    conversion = convert.prepare(source)
+    conversion = convert.prepare(source, Options())
     os.truncate(source / "model.safetensors", 1 << 20)
     with pytest.raises(ModelFileError, match="file ended"):
         convert.run(conversion, tmp_path / "dst", threads=2, progress=quiet)
@@ -209,14 +213,14 @@ def test_shard_cut_short_after_planning_is_named(tmp_path: Path) -> None:
 def test_existing_destination_is_left_alone(tmp_path: Path) -> None:
     source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
     with pytest.raises(ConfigError, match="not empty"):
-        convert.run(convert.prepare(source), source, threads=1, progress=quiet)
+        convert.run(convert.prepare(source, Options()), source, threads=1, progress=quiet)
 
 
 def test_full_disk_is_found_out_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
     monkeypatch.setattr(writer, "SPARE_BYTES", 1 << 60)
     with pytest.raises(ConfigError, match="bytes free"):
-        convert.run(convert.prepare(source), tmp_path / "dst", threads=1, progress=quiet)
+        convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=quiet)
 
 
 class StoppedError(Exception):
@@ -228,7 +232,7 @@ def test_interrupted_conversion_continues_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int
 ) -> None:
     source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
-    convert.run(convert.prepare(source), tmp_path / "whole", threads=1, progress=quiet)
+    convert.run(convert.prepare(source, Options()), tmp_path / "whole", threads=1, progress=quiet)
     monkeypatch.setattr(writer, "SYNC_BYTES", 4096)
     calls = 0
 
@@ -239,10 +243,13 @@ def test_interrupted_conversion_continues_to_the_same_bytes(
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        convert.run(convert.prepare(source), tmp_path / "dst", threads=1, progress=stop)
+        convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=stop)
     first_done: list[int] = []
     convert.run(
-        convert.prepare(source), tmp_path / "dst", threads=1, progress=lambda done, total: first_done.append(done)
+        convert.prepare(source, Options()),
+        tmp_path / "dst",
+        threads=1,
+        progress=lambda done, total: first_done.append(done),
     )
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "dst" / path.name).read_bytes() == path.read_bytes()
@@ -260,10 +267,10 @@ def test_changed_source_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        convert.run(convert.prepare(source), tmp_path / "dst", threads=1, progress=stop)
+        convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=stop)
     tiny.write_checkpoint(source, tiny.random_weights(seed=2), tiny.config())
-    convert.run(convert.prepare(source), tmp_path / "dst", threads=1, progress=quiet)
-    convert.run(convert.prepare(source), tmp_path / "fresh", threads=1, progress=quiet)
+    convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=quiet)
+    convert.run(convert.prepare(source, Options()), tmp_path / "fresh", threads=1, progress=quiet)
     name = "model.safetensors"
     assert (tmp_path / "dst" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
 

@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from engine.convert import convert, writer
+from engine.convert.convert import Options
 from engine.convert.gguf_file import TENSOR_TYPES, read_gguf
 from engine.errors import ModelFileError
 
@@ -24,7 +25,7 @@ TYPES = GGMLQuantizationType
 
 
 def planned_weights(source: Path, vision_file: Path | None = None) -> tiny.Weights:
-    plan = convert.prepare(source, vision_file).plan
+    plan = convert.prepare(source, Options(vision_file=vision_file)).plan
     return {t.name: writer.read_rows(t, 0, t.rows).reshape(t.shape) for t in plan.tensors}
 
 
@@ -82,7 +83,7 @@ def test_configuration_and_tokenizer_are_rebuilt(tmp_path: Path) -> None:
     path, vision_path = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
     tiny_gguf.write_text(path, tiny_gguf.text_tensors(weights, fused=True))
     tiny_gguf.write_vision(vision_path, tiny_gguf.vision_tensors(weights))
-    files = convert.prepare(path, vision_path).side_files
+    files = convert.prepare(path, Options(vision_file=vision_path)).side_files
     config = json.loads(files["config.json"])
     for key, value in tiny.TEXT_CONFIG.items():
         assert config["text_config"][key] == value, key
@@ -103,11 +104,11 @@ def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     tensors = tiny_gguf.text_tensors(tiny.random_weights(vision=False), fused=True)
     tiny_gguf.write_text(tmp_path / "extra.gguf", tensors | {"blk.0.extra.weight": np.zeros(4, np.float32)})
     with pytest.raises(ModelFileError, match=r"'blk\.0\.extra\.weight'"):
-        convert.prepare(tmp_path / "extra.gguf")
+        convert.prepare(tmp_path / "extra.gguf", Options())
     del tensors["blk.2.ssm_a"]
     tiny_gguf.write_text(tmp_path / "less.gguf", tensors)
     with pytest.raises(ModelFileError, match=r"'blk\.2\.ssm_a'"):
-        convert.prepare(tmp_path / "less.gguf")
+        convert.prepare(tmp_path / "less.gguf", Options())
 
 
 def string(text: str) -> bytes:

@@ -1,0 +1,127 @@
+"""What a calibration run learnt: how much each input column matters, and how much each expert does.
+
+A calibration file is a safetensors file of float32 tensors. For every MoE block, by its prefix (`...layers.3.mlp.`):
+    PREFIX saliency     [experts]  mean over routed tokens of gate weight x norm of the expert's output; never hit: 0
+    PREFIX tokens       [experts]  how many tokens were routed to each
+For every point where a group of matrices takes its input (`POINTS`):
+    LAYER POINT .square        [cols] or [experts, cols]              sum of x^2
+    LAYER POINT .correlation   [cols, cols] or [experts, cols, cols]  sum of x x^T, only if it was asked for
+Inputs of experts are weighted by the square of their gate weight, as their outputs are by the gate weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from engine.convert.quantize import inverse_factor
+from engine.convert.safetensors import PADDING_PREFIX, TensorEntry, TensorInfo, build_header, read_header
+from engine.convert.sources import FloatSource, file_identity
+from engine.core import Float32Array
+from engine.errors import ModelFileError
+
+DAMPING = 0.01  # of the mean diagonal: the usual value for second-order rounding
+METADATA = {"format": "fermion-calibration", "format_version": "1"}
+
+# Tensor name within a layer -> the point where its input is seen.
+POINTS = {
+    "self_attn.q_proj.weight": "mixer_input",
+    "self_attn.k_proj.weight": "mixer_input",
+    "self_attn.v_proj.weight": "mixer_input",
+    "linear_attn.in_proj_qkv.weight": "mixer_input",
+    "linear_attn.in_proj_z.weight": "mixer_input",
+    "self_attn.o_proj.weight": "mixer_output",
+    "linear_attn.out_proj.weight": "mixer_output",
+    "mlp.experts.gate_up_proj": "expert_input",
+    "mlp.experts.down_proj": "expert_hidden",
+    "mlp.shared_expert.gate_proj.weight": "moe_input",
+    "mlp.shared_expert.up_proj.weight": "moe_input",
+    "mlp.shared_expert.down_proj.weight": "shared_hidden",
+}
+HEAD_POINT = "final_hidden"
+_LAYER_NAME = re.compile(r"(.*layers\.\d+\.)(.+)")
+
+
+class Calibration:
+    """A calibration file, read as needed: statistics of a large model do not all fit in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelFileError if the file is damaged or something else."""
+        self._path = path
+        entries = read_header(path)
+        self._entries = {name: entry for name, entry in entries.items() if not name.startswith(PADDING_PREFIX)}
+        if not any(name.endswith(".square") for name in self._entries):
+            raise ModelFileError(f"{path}: holds no input statistics: not a calibration file")
+        self.identity = file_identity(path)
+        # Neighbouring pieces share their matrix's factor; two matrices are in work at a time.
+        self._factor = lru_cache(maxsize=4)(self._compute_factor)
+
+    def scores(self, statistic: str) -> dict[str, Float32Array]:
+        """`saliency` or `tokens` of every MoE block: prefix -> [experts]."""
+        suffix = f"mlp.{statistic}"
+        return {name.removesuffix(statistic): self._read(name) for name in self._entries if name.endswith(suffix)}
+
+    def importance(self, tensor: str, matrix: int) -> Float32Array | None:
+        """Mean-square input of each column, [cols], mean 1; None where the input was not observed.
+
+        matrix: the expert's number where the tensor holds several.
+        """
+        values = self._statistic(tensor, matrix, "square")
+        if values is None or not values.any():
+            return None
+        # A column never seen to be non-zero still matters a little: calibration is a sample.
+        mean = float(values.mean())
+        return ((values + 0.01 * mean) / (1.01 * mean)).astype(np.float32)
+
+    def factor(self, tensor: str, matrix: int) -> Float32Array | None:
+        """`quantize.inverse_factor` of the input correlation, or None where that was not recorded or is zero."""
+        return self._factor(tensor, matrix)
+
+    def _compute_factor(self, tensor: str, matrix: int) -> Float32Array | None:
+        correlation = self._statistic(tensor, matrix, "correlation")
+        if correlation is None or not correlation.any():
+            return None
+        return inverse_factor(correlation, DAMPING)
+
+    def _statistic(self, tensor: str, matrix: int, kind: str) -> Float32Array | None:
+        name = f"{point_of(tensor)}.{kind}"
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        per_matrix = len(entry.shape) == (2 if kind == "square" else 3)
+        return self._read(name, matrix if per_matrix else None)
+
+    def _read(self, name: str, matrix: int | None = None) -> Float32Array:
+        entry: TensorEntry = self._entries[name]
+        if matrix is None:
+            return FloatSource(entry, entry.shape[-1]).read(0, int(np.prod(entry.shape[:-1]))).reshape(entry.shape)
+        rows = int(np.prod(entry.shape[1:-1]))
+        return FloatSource(entry, entry.shape[-1]).read(matrix * rows, (matrix + 1) * rows).reshape(entry.shape[1:])
+
+
+def point_of(tensor: str) -> str | None:
+    """Full name of the point where a tensor's input is seen; None for tensors without one (embedding, MTP fc)."""
+    if tensor == "lm_head.weight":
+        return HEAD_POINT
+    match = _LAYER_NAME.fullmatch(tensor)
+    if match is None or match[2] not in POINTS:
+        return None
+    return match[1] + POINTS[match[2]]
+
+
+def write_calibration(path: Path, statistics: Mapping[str, Float32Array]) -> None:
+    """Writes a calibration file in one go, visible only when complete."""
+    infos = [TensorInfo(name, "F32", value.shape) for name, value in statistics.items()]
+    header, offsets = build_header(infos, METADATA)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(header)
+        for info in infos:
+            file.write(bytes(offsets[info.name] - file.tell()))
+            file.write(np.ascontiguousarray(statistics[info.name], np.float32).data)
+        file.write(bytes(-file.tell() % 64))
+    partial.replace(path)

@@ -1,0 +1,54 @@
+"""Each recipe stores the forms it promises, and never less than its cheaper neighbour."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_checkpoint as tiny
+
+from engine.convert import convert, writer
+from engine.convert.convert import Options
+from engine.convert.plan import Format
+from engine.convert.recipes import RECIPES
+from engine.errors import ConfigError
+
+
+def quiet(done: int, total: int) -> None:
+    """No progress line."""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
+
+
+def test_sensitive_tensors_are_float_in_every_recipe(source: Path) -> None:
+    small = ("norm", "conv1d", "A_log", "dt_bias", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b")
+    for recipe in RECIPES:
+        for tensor in convert.prepare(source, Options(recipe=recipe)).plan.tensors:
+            if tensor.name.startswith("model.visual."):
+                assert tensor.format is not Format.Q4
+            elif any(part in tensor.name for part in small):
+                assert tensor.format is Format.F32, tensor.name
+
+
+def test_recipes_grow_from_size_to_float(source: Path) -> None:
+    sizes = [writer.plan_bytes(convert.prepare(source, Options(recipe=recipe)).plan) for recipe in RECIPES]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_unknown_recipe_is_refused(source: Path) -> None:
+    with pytest.raises(ConfigError, match="expected one of size"):
+        convert.prepare(source, Options(recipe="best"))
+
+
+def test_float_checkpoint_is_exact_unmarked_and_can_be_converted_again(source: Path, tmp_path: Path) -> None:
+    convert.run(convert.prepare(source, Options(recipe="float")), tmp_path / "float", threads=1, progress=quiet)
+    assert "quantization_config" not in json.loads((tmp_path / "float" / "config.json").read_text())
+    for origin, name in ((source, "a"), (tmp_path / "float", "b")):
+        convert.run(convert.prepare(origin, Options()), tmp_path / name, threads=1, progress=quiet)
+    name = "model.safetensors"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
