@@ -55,13 +55,14 @@ class GracefulServer(uvicorn.Server):
     """uvicorn, with a first phase before its own shutdown: new requests get 503 while accepted ones finish.
 
     grace_s: seconds that accepted requests get; what is left then ends with an error event. A second signal skips
-    the waiting.
+    the waiting, a third the rest.
     """
 
     def __init__(self, config: uvicorn.Config, worker: EngineWorker, grace_s: float) -> None:
         super().__init__(config)
         self._worker = worker
         self._grace_s = grace_s
+        self._signals = 0
         self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -70,20 +71,21 @@ class GracefulServer(uvicorn.Server):
         self._guard = self._loop.create_task(self._stop_on_failure())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._drain is None and self.started and not self._worker.is_draining:
-            self._worker.drain()
-            self._loop.call_soon_threadsafe(self._start_drain)
-        else:
+        self._signals += 1
+        if not self.started or self._signals > 2:
             super().handle_exit(sig, frame)
+        elif self._signals == 1:
+            self._loop.call_soon_threadsafe(self._start_drain)
 
     def _start_drain(self) -> None:
+        self._worker.drain()
         self._drain = self._loop.create_task(self._finish_jobs())
 
     async def _finish_jobs(self) -> None:
         worker = self._worker
         log.info("Shutting down: %d requests get %.0f s to finish.", worker.queued + worker.running, self._grace_s)
         deadline = self._loop.time() + self._grace_s
-        while (worker.queued or worker.running) and self._loop.time() < deadline:
+        while (worker.queued or worker.running) and self._loop.time() < deadline and self._signals == 1:
             await asyncio.sleep(0.05)
         worker.abort_all(ApiError(503, "The server is shutting down.", code="shutting_down"))
         self.should_exit = True
