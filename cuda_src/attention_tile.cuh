@@ -1,0 +1,181 @@
+/* Tiled attention with an online softmax: 32 query rows against tiles of 64 keys, D channels.
+ *
+ * A block of 256 threads keeps the 32 x D outputs in registers: warp w owns rows 4 w..4 w + 3, a lane every 32nd channel
+ * (pairs of channels where D allows, for 64-bit loads). Key tiles start at multiples of 64 of the sequence and come in
+ * ascending order; keys that a row may not see add exact zeros. So a row's result does not depend on the rows that
+ * share its block or its pass.
+ *
+ * The caller's Source says where things are:
+ *   const float *query(int row)            D floats, or null beyond the last row
+ *   int visible(int row)                   number of keys the row sees
+ *   void open(int tile)                    before the loads of keys 64 tile .. 64 tile + 63
+ *   float2 key(int n, int c), value(...)   channels c, c + 1 (c even) of key n = 0..63 of the open tile; zeros beyond
+ *                                          the last key
+ */
+#ifndef FERMION_ATTENTION_TILE_CUH
+#define FERMION_ATTENTION_TILE_CUH
+
+#include "fermi.h"
+
+#define QUERY_ROWS 32
+#define KEY_ROWS 64
+#define ATTENTION_THREADS 256
+#define UNSEEN -3.0e38f
+
+template <int D>
+struct AttentionShape {
+    static const int DEPTH = D % 16 == 0 ? 16 : D % 12 == 0 ? 12 : 8; /* channels of q and k per stage */
+    static const int KEY_PITCH = KEY_ROWS + 2, QUERY_PITCH = QUERY_ROWS + 2;
+    static const int SCORE_STAGE = DEPTH * (KEY_PITCH + QUERY_PITCH), VALUE_STAGE = 8 * D; /* floats */
+    static const int STAGE = SCORE_STAGE > VALUE_STAGE ? SCORE_STAGE : VALUE_STAGE;
+    static const int CHANNELS = (D + 31) / 32; /* per lane */
+    static const bool PAIRED = D % 64 == 0;
+    static __device__ __forceinline__ int channel(int lane, int i) {
+        return PAIRED ? 2 * lane + 64 * (i / 2) + i % 2 : lane + 32 * i;
+    }
+};
+
+struct SoftmaxState {
+    float p[KEY_ROWS][QUERY_ROWS + 2]; /* scores, then probabilities, transposed */
+    float part_top[8][QUERY_ROWS], part_sum[8][QUERY_ROWS];
+    float top[QUERY_ROWS], total[QUERY_ROWS], rescale[QUERY_ROWS];
+};
+
+/* Scores of this thread: rows 4 warp..+3, keys 2 lane, 2 lane + 1 of the open tile. */
+template <int D, typename Source>
+static __device__ __forceinline__ void attention_scores(float (&stage)[AttentionShape<D>::STAGE], const Source &source,
+                                                        float (&score)[4][2], int thread) {
+    typedef AttentionShape<D> Shape;
+    const int lane = thread % 32, warp = thread / 32;
+    const int PAIRS = Shape::DEPTH / 2;
+    float *keys = stage, *queries = stage + Shape::DEPTH * Shape::KEY_PITCH;
+#pragma unroll 1
+    for (int c0 = 0; c0 < D; c0 += Shape::DEPTH) {
+        __syncthreads();
+        for (int i = thread; i < KEY_ROWS * PAIRS; i += ATTENTION_THREADS) {
+            const int n = i / PAIRS, c = i % PAIRS * 2;
+            const float2 pair = source.key(n, c0 + c);
+            keys[c * Shape::KEY_PITCH + n] = pair.x;
+            keys[(c + 1) * Shape::KEY_PITCH + n] = pair.y;
+        }
+        for (int i = thread; i < QUERY_ROWS * PAIRS; i += ATTENTION_THREADS) {
+            const int row = i / PAIRS, c = i % PAIRS * 2;
+            const float *query = source.query(row);
+            queries[c * Shape::QUERY_PITCH + row] = query ? query[c0 + c] : 0.0f;
+            queries[(c + 1) * Shape::QUERY_PITCH + row] = query ? query[c0 + c + 1] : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < Shape::DEPTH; ++c) {
+            const float2 k = *(const float2 *)&keys[c * Shape::KEY_PITCH + 2 * lane];
+            const float2 low = *(const float2 *)&queries[c * Shape::QUERY_PITCH + 4 * warp];
+            const float2 high = *(const float2 *)&queries[c * Shape::QUERY_PITCH + 4 * warp + 2];
+            const float q[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                score[r][0] = fmaf(q[r], k.x, score[r][0]);
+                score[r][1] = fmaf(q[r], k.y, score[r][1]);
+            }
+        }
+    }
+}
+
+/* Turns the tile's scores in state.p into probabilities and brings each row's maximum, sum and rescale factor up to
+ * date. Thread = (row, eight keys). */
+static __device__ __forceinline__ void attention_softmax(SoftmaxState &state, int thread) {
+    const int row = thread % QUERY_ROWS, part = thread / QUERY_ROWS;
+    __syncthreads();
+    float top = UNSEEN;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) top = fmaxf(top, state.p[part * 8 + n][row]);
+    state.part_top[part][row] = top;
+    __syncthreads();
+    top = state.top[row];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) top = fmaxf(top, state.part_top[i][row]);
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        const float score = state.p[part * 8 + n][row];
+        const float p = score == UNSEEN ? 0.0f : exp_f32(score - top);
+        state.p[part * 8 + n][row] = p;
+        sum += p;
+    }
+    state.part_sum[part][row] = sum;
+    __syncthreads();
+    if (part == 0) {
+        const float rescale = exp_f32(state.top[row] - top);
+        float total = state.total[row] * rescale;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) total += state.part_sum[i][row];
+        state.total[row] = total;
+        state.rescale[row] = rescale;
+        state.top[row] = top;
+    }
+    __syncthreads();
+}
+
+/* out[r][i]: row 4 warp + r, channel(lane, i) of softmax(scale q k^T) v, before the division by state.total. */
+template <int D, typename Source>
+static __device__ __forceinline__ void attention_tiles(SoftmaxState &state, float (&stage)[AttentionShape<D>::STAGE],
+                                                       Source &source, float scale, int key_count,
+                                                       float (&out)[4][AttentionShape<D>::CHANNELS]) {
+    typedef AttentionShape<D> Shape;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] = 0.0f;
+    if (thread < QUERY_ROWS) {
+        state.top[thread] = UNSEEN;
+        state.total[thread] = 0.0f;
+    }
+#pragma unroll 1
+    for (int tile = 0; tile * KEY_ROWS < key_count; ++tile) {
+        source.open(tile);
+        float score[4][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}};
+        attention_scores<D>(stage, source, score, thread);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int seen = source.visible(4 * warp + r) - tile * KEY_ROWS;
+            state.p[2 * lane][4 * warp + r] = 2 * lane < seen ? score[r][0] * scale : UNSEEN;
+            state.p[2 * lane + 1][4 * warp + r] = 2 * lane + 1 < seen ? score[r][1] * scale : UNSEEN;
+        }
+        attention_softmax(state, thread);
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] *= state.rescale[4 * warp + r];
+#pragma unroll 1
+        for (int n0 = 0; n0 < KEY_ROWS; n0 += 8) {
+            __syncthreads();
+            for (int i = thread; i < 8 * D / 2; i += ATTENTION_THREADS)
+                *(float2 *)&stage[i * 2] = source.value(n0 + i / (D / 2), i % (D / 2) * 2);
+            __syncthreads();
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const float2 low = *(const float2 *)&state.p[n0 + n][4 * warp];
+                const float2 high = *(const float2 *)&state.p[n0 + n][4 * warp + 2];
+                const float p[4] = {low.x, low.y, high.x, high.y};
+                float v[Shape::CHANNELS];
+#pragma unroll
+                for (int i = 0; i < Shape::CHANNELS; ++i) {
+                    const int c = Shape::channel(lane, i);
+                    if (Shape::PAIRED && i % 2 == 0) {
+                        const float2 pair = *(const float2 *)&stage[n * D + c];
+                        v[i] = pair.x;
+                        v[i + 1] = pair.y;
+                    } else if (!Shape::PAIRED) {
+                        v[i] = D % 32 == 0 || c < D ? stage[n * D + c] : 0.0f;
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+#pragma unroll
+                    for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] = fmaf(p[r], v[i], out[r][i]);
+            }
+        }
+    }
+}
+
+#endif
