@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import secrets
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,7 @@ class DiskTier:
         self.used_bytes = 0
         self.foreign_bytes = 0
         self.foreign_first_pages: set[tuple[bytes, bytes]] = set()
+        self._counting = threading.Lock()
         self._lock_fd: int | None = None
         self._budget = float(config.write_burst_bytes)
         self._budget_at = clock()
@@ -292,15 +294,17 @@ class DiskTier:
             except OSError:
                 log.debug("prefix cache: %s is left for the next start to delete", temporary)
             raise
-        self.used_bytes += size
-        self.stats.disk_written_bytes += size
-        self.stats.disk_writes += 1
-        self.stats.save_seconds += time.perf_counter() - started
+        with self._counting:
+            self.used_bytes += size
+            self.stats.disk_written_bytes += size
+            self.stats.disk_writes += 1
+            self.stats.save_seconds += time.perf_counter() - started
         return size
 
     def discard(self, name: str, nbytes: int = 0) -> None:
         """Delete a file of `nbytes` counted bytes; only the folder's writer deletes."""
-        self.used_bytes -= nbytes
+        with self._counting:
+            self.used_bytes -= nbytes
         if self._lock_fd is None:
             return
         try:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from .index import Index
 from .key import PAGE_TOKENS, page_digest
 from .snapshot import DiskPage, Entry, Node, Pack, RamCopy, RamPage
 
-if TYPE_CHECKING:
-    from .cache import PrefixCache
 
-
-def check(cache: PrefixCache) -> list[str]:
+def check(index: Index) -> list[str]:
     """All violated invariants, as text. The caller holds the cache's lock and no other thread works on it.
 
     Leases hold blocks that the index cannot see; they are counted through the references they add, so outstanding
     leases on live snapshots are fine and leases on deleted ones show as unaccounted blocks.
     """
     problems: list[str] = []
-    nodes = [n for root in cache._roots.values() for n in _subtree(root.node)]
+    nodes = [n for root in index.roots.values() for n in _subtree(root.node)]
     _check_nodes(nodes, problems)
-    _check_entries(cache, nodes, problems)
-    _check_ram(cache, nodes, problems)
-    _check_disk(cache, nodes, problems)
+    _check_entries(index, nodes, problems)
+    _check_ram(index, nodes, problems)
+    _check_disk(index, nodes, problems)
     return problems
 
 
@@ -47,13 +44,13 @@ def _check_nodes(nodes: list[Node], problems: list[str]) -> None:
                 problems.append(f"digest of a node at depth {child.depth} does not follow from its parent")
 
 
-def _check_entries(cache: PrefixCache, nodes: list[Node], problems: list[str]) -> None:
+def _check_entries(index: Index, nodes: list[Node], problems: list[str]) -> None:
     placed: dict[Entry, None] = {e: None for n in nodes for e in (n.entries or {}).values()}
-    if placed.keys() != cache._entries.keys():
-        problems.append(f"{len(placed)} snapshots hang on nodes, {len(cache._entries)} are listed")
+    if placed.keys() != index.entries.keys():
+        problems.append(f"{len(placed)} snapshots hang on nodes, {len(index.entries)} are listed")
     ghosts = {g for n in nodes for g in (n.ghosts or {}).values()}
-    if ghosts != set(cache._ghosts):
-        problems.append(f"{len(ghosts)} ghosts hang on nodes, {len(cache._ghosts)} are listed")
+    if ghosts != set(index.ghosts):
+        problems.append(f"{len(ghosts)} ghosts hang on nodes, {len(index.ghosts)} are listed")
     for entry in placed:
         where = f"snapshot at {entry.position}"
         if entry.position // PAGE_TOKENS != entry.node.depth:
@@ -78,11 +75,11 @@ def _covers(entry: Entry, leaf: RamPage | DiskPage | None) -> bool:
     return leaf is None
 
 
-def _check_ram(cache: PrefixCache, nodes: list[Node], problems: list[str]) -> None:
+def _check_ram(index: Index, nodes: list[Node], problems: list[str]) -> None:
     owner: Counter[int] = Counter()
     refs: Counter[RamPage] = Counter()
     pages = [p for n in nodes for p in (n.ram or {}).values()]
-    copies: dict[RamCopy, None] = {e.ram: None for e in cache._entries if e.ram is not None}
+    copies: dict[RamCopy, None] = {e.ram: None for e in index.entries if e.ram is not None}
     for page in pages:
         owner[page.block] += 1
         if page.parent is not None:
@@ -98,7 +95,7 @@ def _check_ram(cache: PrefixCache, nodes: list[Node], problems: list[str]) -> No
         for p in pages
         if p.refs != refs[p]
     ]
-    arena = cache._arena
+    arena = index.arena
     for block, count in owner.items():
         if count != 1 or not arena.is_used(block):
             problems.append(f"block {block} has {count} owners, reserved: {arena.is_used(block)}")
@@ -106,8 +103,8 @@ def _check_ram(cache: PrefixCache, nodes: list[Node], problems: list[str]) -> No
         problems.append(f"{arena.blocks - arena.free} blocks are reserved, {len(owner)} are accounted for")
 
 
-def _check_disk(cache: PrefixCache, nodes: list[Node], problems: list[str]) -> None:
-    disk = cache._disk
+def _check_disk(index: Index, nodes: list[Node], problems: list[str]) -> None:
+    disk = index.disk
     pages = [p for n in nodes for p in (n.disk or {}).values()]
     if disk is None:
         if pages:
@@ -116,7 +113,7 @@ def _check_disk(cache: PrefixCache, nodes: list[Node], problems: list[str]) -> N
     refs: Counter[DiskPage] = Counter(p.parent for p in pages if p.parent is not None)
     live: Counter[Pack] = Counter(p.pack for p in pages)
     total = sum(pack.nbytes for pack in live)
-    for entry in cache._entries:
+    for entry in index.entries:
         if entry.disk is not None:
             total += entry.disk.nbytes
             if entry.disk.leaf is not None:

@@ -95,11 +95,12 @@ class PromptKey:
     """One token sequence as the cache sees it.
 
     token_ids: integer array or sequence [tokens], each in [0, 2**31). media: ascending, not overlapping.
-    `limit`: tokens that may be cached, less than `tokens` only if a picture has no digest.
+    `limit`: tokens that may be cached, less than `tokens` only if a picture has no digest. `raw`: the ids as bytes;
+    `known_media`: pictures before `limit`.
     Raises CacheError for ids or spans outside those bounds.
     """
 
-    __slots__ = ("_media", "_raw", "limit", "media", "namespace", "root", "token_ids", "tokens")
+    __slots__ = ("known_media", "limit", "media", "namespace", "raw", "root", "token_ids", "tokens")
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class PromptKey:
         self.token_ids: npt.NDArray[np.int32] = np.array(ids, dtype="<i4")
         self.token_ids.flags.writeable = False
         self.tokens = int(self.token_ids.size)
-        self._raw = self.token_ids.tobytes()
+        self.raw = self.token_ids.tobytes()
         self.media = tuple(media)
         self.limit = self.tokens
         end = 0
@@ -134,7 +135,7 @@ class PromptKey:
             elif len(span.digest) < MIN_MEDIA_DIGEST_BYTES:
                 raise CacheError(f"media digest has {len(span.digest)} bytes, expected >= {MIN_MEDIA_DIGEST_BYTES}")
             end = span.start + span.count
-        self._media = tuple(s for s in self.media if s.digest is not None and s.start < self.limit)
+        self.known_media = tuple(s for s in self.media if s.digest is not None and s.start < self.limit)
 
     def extended(self, token_ids: npt.ArrayLike) -> PromptKey:
         """The key of this sequence followed by `token_ids` (generated text: no media in it)."""
@@ -143,10 +144,10 @@ class PromptKey:
 
     def span_key(self, start: int, end: int) -> bytes:
         """Key of tokens [start, end) inside one page: their ids, then each picture that reaches into it."""
-        raw = self._raw[4 * start : 4 * end]
-        if not self._media:
+        raw = self.raw[4 * start : 4 * end]
+        if not self.known_media:
             return raw
-        for span in self._media:
+        for span in self.known_media:
             first = max(start, span.start)
             if first < min(end, span.start + span.count):
                 assert span.digest is not None
@@ -159,6 +160,6 @@ class PromptKey:
 
     def path(self, pages: int) -> bytes:
         """All page keys of the first `pages` pages, joined: what a file's stored ids are compared with."""
-        if not self._media:
-            return self._raw[: 4 * PAGE_TOKENS * pages]
+        if not self.known_media:
+            return self.raw[: 4 * PAGE_TOKENS * pages]
         return b"".join(self.page_key(i) for i in range(pages))

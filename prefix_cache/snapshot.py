@@ -205,6 +205,16 @@ def page_chain(leaf: RamPage | None) -> list[RamPage]:
     return chain
 
 
+def disk_chain(leaf: DiskPage | None) -> list[DiskPage]:
+    """Pages from the first to `leaf`."""
+    chain = []
+    while leaf is not None:
+        chain.append(leaf)
+        leaf = leaf.parent
+    chain.reverse()
+    return chain
+
+
 def read_only(view: UInt8Array) -> UInt8Array:
     """The same memory, not writable through the result."""
     result = view.view()

@@ -2,7 +2,7 @@ import threading
 
 import numpy as np
 import pytest
-from cache_fakes import SMALL, FakeState, assert_right, hit, make_cache, make_key, store, tokens
+from cache_fakes import SMALL, FakeState, assert_right, disk_config, hit, make_cache, make_key, store, tokens
 
 from prefix_cache import CacheError, Kind, Provenance, Stored
 
@@ -291,7 +291,7 @@ def test_ghosts_are_bounded_and_forgotten_nodes_are_pruned():
     assert cache.gauges()["ghosts"] == 3
     assert cache.check_integrity() == []
     cache.clear()
-    assert cache._roots == {}
+    assert cache._index.roots == {}
 
 
 def test_sampling_and_seed_are_not_in_the_key():
@@ -302,8 +302,10 @@ def test_sampling_and_seed_are_not_in_the_key():
 # ---- threads ----
 
 
-def test_readers_and_writers_from_many_threads():
-    cache = make_cache(blocks=60)
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_readers_and_writers_from_many_threads(tmp_path, with_disk):
+    cache = make_cache(blocks=60, disk=disk_config(tmp_path, capacity_bytes=200_000) if with_disk else None)
+    cache.start()
     errors: list[BaseException] = []
 
     def work(seed):
@@ -324,6 +326,10 @@ def test_readers_and_writers_from_many_threads():
         thread.start()
     for thread in threads:
         thread.join()
+    cache.close()
     assert errors == []
     assert cache.check_integrity() == []
     assert cache.gauges()["ram_bytes_max"] <= 60 * 64
+    assert cache.stats.hits > 0
+    assert cache.stats.disk_corrupt == 0
+    assert (cache.stats.disk_writes > 0) == with_disk

@@ -159,9 +159,9 @@ def test_young_snapshots_are_not_written(tmp_path):
     now = [0.0]
     cache = make_cache(disk=disk_config(tmp_path, write_delay_s=5.0), clock=lambda: now[0])
     store(cache, make_key(IDS), 500)
-    assert cache._next_write(now=False) is None
+    assert cache._writer._next_write(now=False) is None
     now[0] = 5.0
-    assert cache._next_write(now=False) is not None
+    assert cache._writer._next_write(now=False) is not None
 
 
 def test_write_budget_refills_with_time(tmp_path):
@@ -363,7 +363,7 @@ def test_hash_collisions_never_serve_foreign_state(tmp_path, monkeypatch):
     def weak(parent, page_key):
         return bytes([key_module.hashlib.blake2b(parent + page_key).digest()[0] & 15]) * 32
 
-    monkeypatch.setattr("prefix_cache.cache.page_digest", weak)
+    monkeypatch.setattr("prefix_cache.index.page_digest", weak)
     monkeypatch.setattr("prefix_cache.integrity.page_digest", weak)
     cache = reopened(tmp_path)
     for seed in range(12):
@@ -658,7 +658,7 @@ def test_death_before_every_single_system_call(tmp_path):
             cache.clear()
             finished = True
         except Killed:
-            os.close(cache._disk._lock_fd)
+            os.close(cache._index.disk._lock_fd)
         again = make_cache(2000, disk=disk_config(directory))
         assert again.gauges()["disk_writable"] == 1 or finished
         assert hit(again, make_key(IDS)) in (0, 100, 1100)
