@@ -1,0 +1,3 @@
+#define PROBE_NAME fm_probe_block_avx512
+#define PROBE_LANE 64
+#include "probe_impl.h"
