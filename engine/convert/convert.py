@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from engine.config import QUANTIZATION
 from engine.convert import gguf_config
 from engine.convert.calibration import Calibration
 from engine.convert.gguf_config import GgufKeys
@@ -19,7 +20,7 @@ from engine.convert.plan import Format, FormatChoice, Plan, TensorProvider, buil
 from engine.convert.prune import PrunedCheckpoint, Selection
 from engine.convert.recipes import RECIPES
 from engine.convert.safetensors import read_checkpoint
-from engine.convert.source_config import QUANTIZATION, Json, dump_json, geometry, load_config, load_json
+from engine.convert.source_config import Json, dump_json, geometry, is_tied, load_config, load_json, untied
 from engine.convert.writer import ProgressReport, plan_bytes, write_checkpoint
 from engine.errors import ConfigError, ModelFileError
 
@@ -116,16 +117,17 @@ def _open_gguf(source: Path, vision_file: Path | None, notes: list[str]) -> _Ope
 
 
 def _plan(source: Path, opened: _Opened, options: Options) -> Plan:
-    shapes, provider = geometry(source, opened.config), opened.provider
+    stated_in = source if source.suffix == ".gguf" else source / "config.json"
+    shapes, provider = geometry(stated_in, opened.config), opened.provider
     if options.selection is not None:
-        used = opened.config["text_config"].get("num_experts_per_tok")
-        if not isinstance(used, int) or options.selection.kept < used:
+        used = shapes.num_experts_per_tok
+        if options.selection.kept < used:
             raise ConfigError(f"keep {options.selection.kept}: the model routes each token to {used} experts")
         provider = PrunedCheckpoint(provider, options.selection)
-        shapes = replace(shapes, experts=options.selection.kept)
+        shapes = replace(shapes, num_experts=options.selection.kept)
     elif opened.fixed_format is not None:
         raise ConfigError(f"{source} is a converted checkpoint already: there is nothing to do but to prune it")
-    return build_plan(provider, shapes, opened.fixed_format or RECIPES[options.recipe])
+    return build_plan(provider, shapes, opened.fixed_format or RECIPES[options.recipe], tied=is_tied(opened.config))
 
 
 def run(conversion: Conversion, destination: Path, *, threads: int | None, progress: ProgressReport) -> None:
@@ -169,10 +171,10 @@ def _source_quantization(path: Path, config: Json) -> str | None:
 
 
 def _converted_config(config: Json, plan: Plan, options: Options, notes: list[str]) -> Json:
-    converted = {**config, "quantization_config": dict(QUANTIZATION), "tie_word_embeddings": False}
+    converted = {**untied(config), "quantization_config": dict(QUANTIZATION)}
     if all(tensor.format is not Format.Q4 for tensor in plan.tensors):
         del converted["quantization_config"]
-    text = {**config["text_config"], "tie_word_embeddings": False}
+    text: Json = converted["text_config"]
     if options.selection is not None:
         text["num_experts"] = options.selection.kept
     text.pop("mtp_num_experts", None)
@@ -185,7 +187,6 @@ def _converted_config(config: Json, plan: Plan, options: Options, notes: list[st
         if plan.mtp_experts != text["num_experts"]:
             notes.append(f"the MTP layer has {plan.mtp_experts} experts, the trunk {text['num_experts']}")
             text["mtp_num_experts"] = plan.mtp_experts
-    converted["text_config"] = text
     return converted
 
 

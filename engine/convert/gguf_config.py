@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine.config import MODEL_TYPE
 from engine.convert.gguf_file import GgufEntry, Metadata
-from engine.convert.source_config import MULTIMODAL_TYPE, TEXT_TYPE, Json, dump_json
+from engine.convert.source_config import TEXT_TYPE, Json, dump_json
 from engine.errors import ModelFileError
 
 ARCHITECTURE = "qwen35moe"
@@ -86,7 +87,7 @@ def model_config(keys: GgufKeys, entries: dict[str, GgufEntry], vision: GgufKeys
     keys.require("general.architecture", ARCHITECTURE)
     config: Json = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "model_type": MULTIMODAL_TYPE,
+        "model_type": MODEL_TYPE,
         "tie_word_embeddings": "output.weight" not in entries,
         "text_config": _text_config(keys, entries),
     }

@@ -12,9 +12,9 @@ from math import prod
 
 import numpy as np
 
+from engine.config import ModelConfig
 from engine.convert.gguf_file import GgufEntry, GgufSource
 from engine.convert.plan import PREFIX, Segment, row_view
-from engine.convert.source_config import Geometry
 from engine.convert.sources import RowSource
 from engine.core import Float32Array
 from engine.errors import ModelFileError
@@ -131,13 +131,13 @@ class _InterleavedPatches:
 class GgufCheckpoint:
     """Answers for the tensors of a GGUF model and its optional vision file; see `plan.TensorProvider`."""
 
-    def __init__(self, entries: dict[str, GgufEntry], geometry: Geometry) -> None:
+    def __init__(self, entries: dict[str, GgufEntry], geometry: ModelConfig) -> None:
         """entries: of all files, names must not collide; geometry: of the text model and the vision tower."""
         self._entries = entries
         self._geometry = geometry
-        self._mtp_block = len(geometry.full_attention)
+        self._mtp_block = geometry.num_hidden_layers
         self._taken: set[str] = set()
-        channels = dict.fromkeys(("in_proj_qkv", "in_proj_z", "conv1d"), geometry.value_dim)
+        channels = dict.fromkeys(("in_proj_qkv", "in_proj_z", "conv1d"), geometry.linear_value_head_dim)
         self._rows_per_value_head = channels | dict.fromkeys(("in_proj_a", "in_proj_b", "A_log", "dt_bias"), 1)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> tuple[Segment, ...]:
@@ -150,7 +150,7 @@ class GgufCheckpoint:
         if name.endswith("A_log"):
             source = _LogOfNegative(source)
         if name.endswith("out_proj.weight"):
-            source = _ReorderedColumns(source, self._value_order(self._geometry.value_dim))
+            source = _ReorderedColumns(source, self._value_order(self._geometry.linear_value_head_dim))
         for part, rows_per_head in self._rows_per_value_head.items():
             if part in name:
                 return self._value_head_rows(source, rows_per_head)
@@ -227,13 +227,13 @@ class GgufCheckpoint:
 
     def _value_order(self, width: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Stored index of each published row, value heads of `width` rows."""
-        keys, values = self._geometry.key_heads, self._geometry.value_heads
+        keys, values = self._geometry.linear_num_key_heads, self._geometry.linear_num_value_heads
         stored_head = np.arange(values).reshape(values // keys, keys).T.reshape(-1)
         return (stored_head[:, None] * width + np.arange(width)).reshape(-1)
 
     def _value_head_rows(self, source: RowSource, width: int) -> tuple[Segment, ...]:
         """Rows before the value heads (q and k) as they are, then one segment of `width` rows per value head."""
-        before = source.rows - self._geometry.value_heads * width
+        before = source.rows - self._geometry.linear_num_value_heads * width
         head = [Segment(source, 0, before)] if before else []
         starts = before + self._value_order(width)[::width]
         return (*head, *(Segment(source, int(start), int(start) + width) for start in starts))

@@ -13,13 +13,14 @@ from enum import StrEnum
 from math import prod
 from typing import Protocol
 
+from engine.config import LayerType, ModelConfig, VisionConfig
 from engine.convert.safetensors import TensorInfo
-from engine.convert.source_config import Geometry, VisionGeometry
 from engine.convert.sources import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS, PackedSource, RowSource
 from engine.errors import ModelFileError
 
 PIECE_WEIGHTS = 1 << 21  # weights encoded at a time by one thread: 8 MiB as float32
 PREFIX = "model.language_model."
+CONV_TAPS = 4
 
 
 class Format(StrEnum):
@@ -175,14 +176,19 @@ def default_format(name: str, shape: tuple[int, ...]) -> Format:
     return Format.F32 if len(shape) == 1 or any(part in name for part in small) else Format.Q4
 
 
-def build_plan(provider: TensorProvider, geometry: Geometry, choose: FormatChoice = default_format) -> Plan:
-    """Binds every tensor the geometry asks for. Raises ModelFileError for anything missing, misshapen or unknown."""
+def build_plan(
+    provider: TensorProvider, geometry: ModelConfig, choose: FormatChoice = default_format, *, tied: bool = False
+) -> Plan:
+    """Binds every tensor the geometry asks for; tied: the head is the embedding, written once more.
+
+    Raises ModelFileError for anything missing, misshapen or unknown.
+    """
     planner = _Planner(provider, geometry, choose)
-    planner.weight(f"{PREFIX}embed_tokens.weight", geometry.vocab, geometry.hidden)
-    for index, full in enumerate(geometry.full_attention):
-        planner.layer(f"{PREFIX}layers.{index}.", full, geometry.experts)
-    planner.weight(f"{PREFIX}norm.weight", geometry.hidden)
-    planner.lm_head()
+    planner.weight(f"{PREFIX}embed_tokens.weight", geometry.vocab_size, geometry.hidden_size)
+    for index, kind in enumerate(geometry.layer_types):
+        planner.layer(f"{PREFIX}layers.{index}.", kind, geometry.num_experts)
+    planner.weight(f"{PREFIX}norm.weight", geometry.hidden_size)
+    planner.lm_head(tied)
     mtp_experts = planner.mtp() if provider.has("mtp.") else None
     if geometry.vision is not None:
         planner.vision(geometry.vision)
@@ -195,7 +201,7 @@ def build_plan(provider: TensorProvider, geometry: Geometry, choose: FormatChoic
 class _Planner:
     """Collects output tensors in file order."""
 
-    def __init__(self, provider: TensorProvider, geometry: Geometry, choose: FormatChoice) -> None:
+    def __init__(self, provider: TensorProvider, geometry: ModelConfig, choose: FormatChoice) -> None:
         self.tensors: list[OutputTensor] = []
         self._provider = provider
         self._geometry = geometry
@@ -214,10 +220,10 @@ class _Planner:
             )
         self.tensors.append(OutputTensor(name, stored, shape, segments, kept))
 
-    def layer(self, prefix: str, full: bool, experts: int) -> None:
-        hidden = self._geometry.hidden
+    def layer(self, prefix: str, kind: LayerType, experts: int) -> None:
+        hidden = self._geometry.hidden_size
         self.weight(f"{prefix}input_layernorm.weight", hidden)
-        if full:
+        if kind is LayerType.FULL_ATTENTION:
             self._attention(f"{prefix}self_attn.")
         else:
             self._gated_delta(f"{prefix}linear_attn.")
@@ -226,73 +232,75 @@ class _Planner:
 
     def _attention(self, prefix: str) -> None:
         g = self._geometry
-        self.weight(f"{prefix}q_proj.weight", 2 * g.heads * g.head_dim, g.hidden)
-        self.weight(f"{prefix}k_proj.weight", g.kv_heads * g.head_dim, g.hidden)
-        self.weight(f"{prefix}v_proj.weight", g.kv_heads * g.head_dim, g.hidden)
-        self.weight(f"{prefix}o_proj.weight", g.hidden, g.heads * g.head_dim)
+        self.weight(f"{prefix}q_proj.weight", 2 * g.num_attention_heads * g.head_dim, g.hidden_size)
+        self.weight(f"{prefix}k_proj.weight", g.num_key_value_heads * g.head_dim, g.hidden_size)
+        self.weight(f"{prefix}v_proj.weight", g.num_key_value_heads * g.head_dim, g.hidden_size)
+        self.weight(f"{prefix}o_proj.weight", g.hidden_size, g.num_attention_heads * g.head_dim)
         self.weight(f"{prefix}q_norm.weight", g.head_dim)
         self.weight(f"{prefix}k_norm.weight", g.head_dim)
 
     def _gated_delta(self, prefix: str) -> None:
         g = self._geometry
-        self.weight(f"{prefix}in_proj_qkv.weight", g.qkv_rows, g.hidden)
-        self.weight(f"{prefix}in_proj_z.weight", g.value_rows, g.hidden)
-        self.weight(f"{prefix}in_proj_b.weight", g.value_heads, g.hidden)
-        self.weight(f"{prefix}in_proj_a.weight", g.value_heads, g.hidden)
-        self.weight(f"{prefix}conv1d.weight", g.qkv_rows, 1, g.conv_kernel)
-        self.weight(f"{prefix}A_log", g.value_heads)
-        self.weight(f"{prefix}dt_bias", g.value_heads)
-        self.weight(f"{prefix}norm.weight", g.value_dim)
-        self.weight(f"{prefix}out_proj.weight", g.hidden, g.value_rows)
+        self.weight(f"{prefix}in_proj_qkv.weight", g.conv_channels, g.hidden_size)
+        self.weight(f"{prefix}in_proj_z.weight", g.value_width, g.hidden_size)
+        self.weight(f"{prefix}in_proj_b.weight", g.linear_num_value_heads, g.hidden_size)
+        self.weight(f"{prefix}in_proj_a.weight", g.linear_num_value_heads, g.hidden_size)
+        self.weight(f"{prefix}conv1d.weight", g.conv_channels, 1, CONV_TAPS)
+        self.weight(f"{prefix}A_log", g.linear_num_value_heads)
+        self.weight(f"{prefix}dt_bias", g.linear_num_value_heads)
+        self.weight(f"{prefix}norm.weight", g.linear_value_head_dim)
+        self.weight(f"{prefix}out_proj.weight", g.hidden_size, g.value_width)
 
     def _moe(self, prefix: str, experts: int) -> None:
         g = self._geometry
         stored = self._provider.expert_count(prefix)
         if stored != experts:
             raise ModelFileError(f"tensors under {prefix}experts hold {stored} experts, config.json says {experts}")
-        self.weight(f"{prefix}gate.weight", experts, g.hidden)
-        gate_up, down = self._provider.experts(prefix, experts, g.hidden, g.expert_hidden)
+        self.weight(f"{prefix}gate.weight", experts, g.hidden_size)
+        gate_up, down = self._provider.experts(prefix, experts, g.hidden_size, g.moe_intermediate_size)
         kept = self._provider.kept_experts(prefix)
-        self._add(f"{prefix}experts.gate_up_proj", (experts, 2 * g.expert_hidden, g.hidden), gate_up, kept)
-        self._add(f"{prefix}experts.down_proj", (experts, g.hidden, g.expert_hidden), down, kept)
-        self.weight(f"{prefix}shared_expert.gate_proj.weight", g.shared_hidden, g.hidden)
-        self.weight(f"{prefix}shared_expert.up_proj.weight", g.shared_hidden, g.hidden)
-        self.weight(f"{prefix}shared_expert.down_proj.weight", g.hidden, g.shared_hidden)
-        self.weight(f"{prefix}shared_expert_gate.weight", 1, g.hidden)
+        self._add(f"{prefix}experts.gate_up_proj", (experts, 2 * g.moe_intermediate_size, g.hidden_size), gate_up, kept)
+        self._add(f"{prefix}experts.down_proj", (experts, g.hidden_size, g.moe_intermediate_size), down, kept)
+        self.weight(f"{prefix}shared_expert.gate_proj.weight", g.shared_expert_intermediate_size, g.hidden_size)
+        self.weight(f"{prefix}shared_expert.up_proj.weight", g.shared_expert_intermediate_size, g.hidden_size)
+        self.weight(f"{prefix}shared_expert.down_proj.weight", g.hidden_size, g.shared_expert_intermediate_size)
+        self.weight(f"{prefix}shared_expert_gate.weight", 1, g.hidden_size)
 
-    def lm_head(self) -> None:
+    def lm_head(self, tied: bool) -> None:
         g = self._geometry
-        if g.tied and not self._provider.has("lm_head."):  # the same rows, once more: the engine has no tied form
-            shape = (g.vocab, g.hidden)
+        if tied and not self._provider.has("lm_head."):
+            shape = (g.vocab_size, g.hidden_size)
             self._add("lm_head.weight", shape, self.tensors[0].segments)
         else:
-            self.weight("lm_head.weight", g.vocab, g.hidden)
+            self.weight("lm_head.weight", g.vocab_size, g.hidden_size)
 
     def mtp(self) -> int:
-        hidden = self._geometry.hidden
+        hidden = self._geometry.hidden_size
         experts = self._provider.expert_count("mtp.layers.0.mlp.")
         self.weight("mtp.fc.weight", hidden, 2 * hidden)
         for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
             self.weight(f"mtp.{name}.weight", hidden)
-        self.layer("mtp.layers.0.", True, experts)
+        self.layer("mtp.layers.0.", LayerType.FULL_ATTENTION, experts)
         return experts
 
-    def vision(self, v: VisionGeometry) -> None:
+    def vision(self, v: VisionConfig) -> None:
         visual = "model.visual."
-        self._linear(f"{visual}patch_embed.proj", v.hidden, v.channels, v.temporal_patch, v.patch, v.patch)
-        self.weight(f"{visual}pos_embed.weight", v.positions, v.hidden)
+        self._linear(
+            f"{visual}patch_embed.proj", v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size
+        )
+        self.weight(f"{visual}pos_embed.weight", v.num_position_embeddings, v.hidden_size)
         for index in range(v.depth):
             block = f"{visual}blocks.{index}."
-            self._linear(f"{block}norm1", v.hidden)
-            self._linear(f"{block}norm2", v.hidden)
-            self._linear(f"{block}attn.qkv", 3 * v.hidden, v.hidden)
-            self._linear(f"{block}attn.proj", v.hidden, v.hidden)
-            self._linear(f"{block}mlp.linear_fc1", v.intermediate, v.hidden)
-            self._linear(f"{block}mlp.linear_fc2", v.hidden, v.intermediate)
-        merged = v.hidden * v.merge * v.merge
-        self._linear(f"{visual}merger.norm", v.hidden)
+            self._linear(f"{block}norm1", v.hidden_size)
+            self._linear(f"{block}norm2", v.hidden_size)
+            self._linear(f"{block}attn.qkv", 3 * v.hidden_size, v.hidden_size)
+            self._linear(f"{block}attn.proj", v.hidden_size, v.hidden_size)
+            self._linear(f"{block}mlp.linear_fc1", v.intermediate_size, v.hidden_size)
+            self._linear(f"{block}mlp.linear_fc2", v.hidden_size, v.intermediate_size)
+        merged = v.hidden_size * v.spatial_merge_size**2
+        self._linear(f"{visual}merger.norm", v.hidden_size)
         self._linear(f"{visual}merger.linear_fc1", merged, merged)
-        self._linear(f"{visual}merger.linear_fc2", v.out_hidden, merged)
+        self._linear(f"{visual}merger.linear_fc2", v.out_hidden_size, merged)
 
     def _linear(self, name: str, *shape: int) -> None:
         """A weight and its bias."""

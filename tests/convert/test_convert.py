@@ -20,7 +20,7 @@ from engine.convert import convert, writer
 from engine.convert.convert import Options
 from engine.convert.plan import Format
 from engine.convert.safetensors import INDEX_NAME, read_header
-from engine.errors import ConfigError, ModelFileError
+from engine.errors import ConfigError, FermionError, ModelFileError
 from engine.formats import dequantize_q4
 
 
@@ -152,10 +152,10 @@ BAD_CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "no-hidden": (edit_config(hidden_size=None), "text_config.hidden_size is None"),
     "negative": (edit_config(num_experts=-1), "text_config.num_experts is -1"),
     "absurd-depth": (edit_config(num_hidden_layers=10**9), "num_hidden_layers"),
-    "layer-kinds": (edit_config(layer_types=["mamba"] * 4), "unknown kind 'mamba'"),
+    "layer-kinds": (edit_config(layer_types=["mamba"] * 4), "layer_types is ['mamba'"),
     "swish-gate": (edit_config(output_gate_type="swish"), "output_gate_type is 'swish'"),
     "stale-count": (edit_config(num_experts=6), "hold 8 experts, config.json says 6"),
-    "wrong-hidden": (edit_config(hidden_size=128), "expected shape (128, 128), got (128, 64)"),
+    "wrong-width": (edit_config(moe_intermediate_size=32), "expected shape (8, 64, 64), got (8, 128, 64)"),
     "awq": (
         {**tiny.config(), "quantization_config": {"quant_method": "awq"}},
         "{'quant_method': 'awq'} is not supported",
@@ -167,7 +167,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, object], str]] = {
 def test_config_that_does_not_fit_is_refused(tmp_path: Path, case: str) -> None:
     config, message = BAD_CONFIGS[case]
     source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), config)
-    with pytest.raises(ModelFileError) as caught:
+    with pytest.raises(FermionError) as caught:
         convert.prepare(source, Options())
     assert message in str(caught.value)
 

@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not() -> None:
     shapes = geometry(Path("config.json"), config)
 
     def encoded(seed: int) -> list[bytes]:
-        plan = build_plan(RandomCheckpoint(seed, shapes.experts), shapes)
+        plan = build_plan(RandomCheckpoint(seed, shapes.num_experts), shapes)
         return [encode_piece(piece, None).tobytes() for tensor in plan.tensors for piece in pieces(tensor)]
 
     assert encoded(7) == encoded(7)

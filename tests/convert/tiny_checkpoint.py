@@ -36,6 +36,7 @@ TEXT_CONFIG = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 8192,
     "hidden_act": "silu",
     "rope_parameters": {
         "rope_type": "default",
