@@ -23,6 +23,14 @@ BIN := $(VENV)/bin
 # A leftover VIRTUAL_ENV or PYTHONPATH of the caller must not leak into ours.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
+# Environments hold absolute paths: one that has been moved with its checkout does not work any more.
+ifneq ($(wildcard $(VENV)/.place),)
+ifneq ($(shell cat $(VENV)/.place),$(CURDIR))
+$(info setup: this checkout was moved, so $(VENV) is made anew)
+$(shell rm -rf $(VENV))
+endif
+endif
+
 NATIVE_SOURCES := $(wildcard setup.py simd_src/*)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
@@ -46,6 +54,8 @@ check-machine:
 	@[[ -n "$(PYTHON)" ]] || { echo 'error: no Python 3.11 or newer found.' \
 		'Install one (Debian 12, Ubuntu 24.04 or newer: apt-get install python3 python3-venv python3-dev)' \
 		'or name it: make PYTHON=/path/to/python3.12' >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'error: $(PYTHON) is not Python 3.11 or newer' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo 'error: $(PYTHON) cannot make environments.' \
 		'Try: apt-get install python3-venv' >&2; exit 1; }
 	@command -v $(firstword $(CC)) >/dev/null || { echo 'error: no C compiler ($(CC)) found.' \
@@ -61,6 +71,7 @@ $(VENV)/.base: requirements/base.txt
 	@echo 'setup: environment $(VENV) ($(shell $(PYTHON) --version 2>&1)) and packages'
 	@[[ -x $(BIN)/python ]] && $(BIN)/python -c '' 2>/dev/null || { rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); }
 	@$(PIP) --require-hashes --only-binary :all: -r requirements/base.txt
+	@echo '$(CURDIR)' >$(VENV)/.place
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.base pyproject.toml $(wildcard setup.py)
