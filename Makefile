@@ -79,10 +79,13 @@ $(VENV)/.package: $(VENV)/.base pyproject.toml $(wildcard setup.py)
 	@$(PIP) --no-deps --no-build-isolation --no-index -e .
 	@touch $@
 
+# Installing has compiled everything once; after that, only changed sources are.
 $(VENV)/.native: $(VENV)/.package $(NATIVE_SOURCES)
-	@if [[ -f setup.py ]]; then echo 'setup: native kernels'; mkdir -p build; \
+	@extension=engine/_simd$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'); \
+	if [[ ! -e $$extension || -n $$(find setup.py simd_src -newer "$$extension" -print -quit) ]]; then \
+		echo 'setup: native kernels'; mkdir -p build; \
 		$(BIN)/python setup.py --quiet build_ext --inplace >build/native.log 2>&1 \
-		|| { cat build/native.log >&2; exit 1; }; fi
+			|| { cat build/native.log >&2; exit 1; }; fi
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base requirements/dev.txt
