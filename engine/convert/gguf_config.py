@@ -53,6 +53,13 @@ class GgufKeys:
             raise ModelFileError(f"{self._path}: key {key!r} is {_brief(value)}, expected a positive integer")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """A number of things, possibly none, that may be left out."""
+        value = self._metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+            raise ModelFileError(f"{self._path}: key {key!r} is {_brief(value)}, expected a number of things")
+        return value
+
     def number(self, key: str) -> float:
         """A float. GGUF holds float32, so it is rounded to the 7 digits that float32 vouches for."""
         value = self._metadata.get(key)
@@ -128,7 +135,7 @@ def _text_config(keys: GgufKeys, entries: dict[str, GgufEntry]) -> Json:
     def size(suffix: str) -> int:
         return keys.integer(f"{ARCHITECTURE}.{suffix}")
 
-    mtp = int(keys.optional(f"{ARCHITECTURE}.nextn_predict_layers", 0))
+    mtp = keys.count(f"{ARCHITECTURE}.nextn_predict_layers", 0)
     layers = size("block_count") - mtp
     if mtp not in (0, 1) or not 0 < layers <= 1024:
         raise ModelFileError(f"block_count {layers + mtp} with nextn_predict_layers {mtp} is not supported")
@@ -193,7 +200,9 @@ def _generation_config(keys: GgufKeys) -> Json:
 
 def _vision_config(keys: GgufKeys, entries: dict[str, GgufEntry]) -> Json:
     keys.require("clip.projector_type", PROJECTOR)
-    if any(keys.optional("clip.vision.is_deepstack_layers", [])):
+    if keys.optional("clip.vision.is_deepstack_layers", None) and any(
+        keys.array("clip.vision.is_deepstack_layers", bool)
+    ):
         raise ModelFileError("the vision file has deepstack layers: not supported")
     for name in ("v.position_embd.weight", "v.patch_embd.weight"):
         if name not in entries:

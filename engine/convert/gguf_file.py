@@ -86,7 +86,7 @@ def read_gguf(path: Path) -> tuple[Metadata, dict[str, GgufEntry]]:
     count = metadata.get("split.count", 1)
     if count == 1 and split is None:
         return metadata, entries
-    if split is None or int(split[3]) != count or not 1 <= count <= MAX_SPLITS:
+    if split is None or not isinstance(count, int) or int(split[3]) != count or not 1 <= count <= MAX_SPLITS:
         raise ModelFileError(f"{path}: split.count is {count!r}, which does not fit the file name")
     if int(split[2]) != 1:
         raise ModelFileError(f"{path}: part {int(split[2])} of {count}: name part 1, the others are found beside it")

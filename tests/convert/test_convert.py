@@ -61,6 +61,18 @@ def test_text_only_save_gets_nested_names_and_config(tmp_path: Path) -> None:
     assert "vision_config" not in config
 
 
+def test_small_files_are_found_where_newer_saves_put_them(tmp_path: Path) -> None:
+    source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
+    (source / "processor_config.json").write_text('{"image_processor": {"patch_size": 16}}')
+    files = convert.prepare(source, Options()).side_files
+    assert json.loads(files["preprocessor_config.json"]) == {"patch_size": 16}
+    assert files["chat_template.jinja"] == b"{{ messages }}"
+    (source / "chat_template.jinja").write_text("its own file")
+    (source / "preprocessor_config.json").write_text("{}")
+    files = convert.prepare(source, Options()).side_files
+    assert (files["chat_template.jinja"], files["preprocessor_config.json"]) == (b"its own file", b"{}")
+
+
 def test_tied_embedding_is_written_out(tmp_path: Path) -> None:
     weights = tiny.random_weights(vision=False, mtp=False)
     del weights["lm_head.weight"]
