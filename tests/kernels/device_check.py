@@ -102,6 +102,7 @@ class Card:
         self._driver = driver
         self._functions: dict[str, ctypes.c_void_p] = {}
         self.launches: list[tuple[str, tuple[int, int], int, tuple[object, ...]]] = []
+        self._buffers: list[CardBuffer] = []  # launches hold addresses of buffers that are no arguments (KV pages)
         for path in sorted((ROOT / "cuda_src" / "ptx").glob("*.ptx")):
             text = path.read_bytes()
             module = driver.load(text, path.name)
@@ -113,7 +114,13 @@ class Card:
                     self._functions[name] = function
 
     def upload(self, array: NDArray[Any]) -> CardBuffer:
-        return CardBuffer(self._driver, array)
+        self._buffers.append(CardBuffer(self._driver, array))
+        return self._buffers[-1]
+
+    def forget(self) -> None:
+        """Drops the launches so far and frees every buffer."""
+        self.launches.clear()
+        self._buffers.clear()
 
     def download(self, buffer: CardBuffer) -> NDArray[Any]:
         return buffer.read()
@@ -183,7 +190,7 @@ def main() -> int:
     for case in (*SMALL, *(() if options.small_only else REAL)):
         if options.only not in case.name:
             continue
-        card.launches.clear()
+        card.forget()
         checks = list(case.run(card, np.random.default_rng(1)))
         times: dict[str, list[float]] = {}
         if options.repeat and case in REAL:
@@ -191,7 +198,7 @@ def main() -> int:
                 times.setdefault(launch[0], []).append(card.seconds(launch, options.repeat))
         failures += report(case, checks, times)
         checked += len(checks)
-    card.launches.clear()
+    card.forget()
     print(f"{checked} checks, {failures} failed, {time.monotonic() - begin:.0f} s")
     return 1 if failures else 0
 
