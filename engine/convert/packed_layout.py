@@ -6,8 +6,9 @@ from pathlib import Path
 
 from engine.convert.plan import Format, Segment, row_view
 from engine.convert.safetensors import TensorEntry
-from engine.convert.sources import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS, FloatSource, PackedSource, RowSource
+from engine.convert.sources import FloatSource, PackedSource, RowSource
 from engine.errors import ModelFileError
+from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 
 
 class PackedCheckpoint:

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from engine.config import LayerType, ModelConfig, VisionConfig
 from engine.convert.safetensors import TensorInfo
-from engine.convert.sources import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS, PackedSource, RowSource
+from engine.convert.sources import PackedSource, RowSource
 from engine.errors import ModelFileError
+from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 
 PIECE_WEIGHTS = 1 << 21  # weights encoded at a time by one thread: 8 MiB as float32
 PREFIX = "model.language_model."

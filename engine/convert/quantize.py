@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from engine._simd import ffi, lib
-from engine.convert.sources import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 from engine.core import Float32Array, UInt8Array
+from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 
 ALGORITHM = "quantizer-1"  # part of a resumable plan: change it whenever the bytes change
 

@@ -16,8 +16,8 @@ import numpy as np
 from engine.convert.safetensors import TensorEntry
 from engine.core import Float32Array, UInt8Array
 from engine.errors import ModelFileError
+from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 
-BLOCK_ROWS, BLOCK_COLS, BLOCK_BYTES = 16, 64, 576  # simd_src/blocks.h
 FP8_BLOCK = 128  # rows and columns that share one scale in block-FP8 exports
 
 

@@ -15,10 +15,11 @@ import numpy as np
 from engine.config import QUANTIZATION
 from engine.convert.plan import Format, Segment, build_plan, default_format, row_view
 from engine.convert.source_config import Json, dump_json, geometry
-from engine.convert.sources import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS, PackedSource
+from engine.convert.sources import PackedSource
 from engine.convert.writer import ProgressReport, write_checkpoint
 from engine.core import Float32Array, UInt8Array
 from engine.errors import ConfigError
+from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 
 LAYERS, EXPERTS = 40, 128
 INTERVAL = 4  # every fourth layer is full attention
