@@ -38,7 +38,10 @@ def unpacked_shape(packed: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pack_q4(nibbles: UInt8Array, scales: Float16Array) -> UInt8Array:
-    """nibbles uint8 [..., rows, cols] in 0..15, scales float16 [..., rows, cols/32] -> uint8 [..., rows/16, cols/64, 576]."""
+    """nibbles uint8 [..., rows, cols] in 0..15, scales float16 [..., rows, cols/32] -> blocks, uint8.
+
+    The result has shape [..., rows/16, cols/64, 576]. Raises ValueError if the shape cannot be packed.
+    """
     blocks = np.empty(packed_shape(nibbles.shape), np.uint8)
     *leading, tiles, wide, _ = blocks.shape
     # [..., tile, r, block, g, c, low/high, j] -> [..., tile, block, g, c, r, j]
@@ -64,7 +67,7 @@ def unpack_q4(blocks: UInt8Array) -> tuple[UInt8Array, Float16Array]:
 
 
 def dequantize_q4(blocks: UInt8Array) -> Float32Array:
-    """uint8 [..., rows/16, cols/64, 576] -> float32 [..., rows, cols], exactly what the kernels take the weights for."""
+    """uint8 [..., rows/16, cols/64, 576] -> float32 [..., rows, cols]: exactly the values the kernels compute with."""
     nibbles, scales = unpack_q4(blocks)
     centred = (nibbles.astype(np.float32) - Q4_ZERO).reshape(*scales.shape, GROUP)
     weights: Float32Array = (centred * scales.astype(np.float32)[..., None]).reshape(nibbles.shape)
