@@ -5,15 +5,19 @@ Exit codes: 0 done; 1 something failed on the way; 2 the input or a setting is a
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.errors import ConfigError, FermionError, ModelFileError, RequestError
+
+if TYPE_CHECKING:
+    from server.config import Settings
 
 app = typer.Typer(
     name="fermion",
@@ -40,7 +44,7 @@ ConfigFile = Annotated[
 SimdTier = Annotated[
     str | None,
     typer.Option(
-        help="Highest kernel tier: auto, scalar, ssse3, avx2 or avx512. (default: auto)",
+        help="Kernel tier: scalar, ssse3, avx2, avx512, or auto, the best that runs here. (default: auto)",
         rich_help_panel=_ENGINE,
         show_default=False,
     ),
@@ -229,7 +233,6 @@ def chat(
     """Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the talk, /help lists commands."""
     with _exit_codes():
         from server import chat as terminal
-        from server.config import load_settings
 
         options = terminal.ChatOptions(
             system=system, think=think, temperature=temperature, max_tokens=max_tokens, model_name=model_name
@@ -239,17 +242,26 @@ def chat(
                 raise ConfigError("MODEL and --url exclude each other: a server has its own model")
             terminal.run(url, api_key, options)
             return
-        settings = load_settings(
-            {"model": model, "simd_tier": simd_tier, "threads": threads, "context_length": context_length}
-        )
+        settings = _engine_settings(model, simd_tier, threads, None, context_length)
         with terminal.local_server(settings) as local_url:
             terminal.run(local_url, None, options)
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+_FOREIGN = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(add_help_option=False, context_settings=_FOREIGN)
 def convert(context: typer.Context) -> None:
-    """Convert a published checkpoint into a 4-bit one. An interrupted run goes on when repeated."""
+    """Convert a published checkpoint or a GGUF file into a 4-bit checkpoint."""
     from engine.convert.cli import convert as command
+
+    _run_foreign(command, context)
+
+
+@app.command(add_help_option=False, context_settings=_FOREIGN)
+def prune(context: typer.Context) -> None:
+    """Drop the experts of a checkpoint that matter least."""
+    from engine.convert.cli import prune as command
 
     _run_foreign(command, context)
 
@@ -259,3 +271,115 @@ def _run_foreign(command: Callable[..., None], context: typer.Context) -> None:
     foreign = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     foreign.command()(command)
     foreign(args=context.args, prog_name=context.command_path)
+
+
+@app.command()
+def info(
+    model: Model = None,
+    simd_tier: SimdTier = None,
+    threads: Threads = None,
+    compute: Compute = None,
+    context_length: ContextLength = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds, what a token reads of it, and what it needs on this machine."""
+    with _exit_codes():
+        from engine.inventory import take_inventory
+
+        settings = _engine_settings(model, simd_tier, threads, compute, context_length)
+        inventory = take_inventory(settings.model, settings.engine_config())
+        typer.echo(json.dumps(inventory.as_json()) if as_json else inventory.as_text())
+
+
+@bench.command()
+def decode(
+    model: Model = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the first measured one.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode in a round.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 3,
+    simd_tier: SimdTier = None,
+    threads: Threads = None,
+    compute: Compute = None,
+    context_length: ContextLength = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time per generated token, and the memory traffic it makes."""
+    with _exit_codes():
+        from engine.bench import measure_decode
+
+        settings = _engine_settings(model, simd_tier, threads, compute, context_length)
+        speed = measure_decode(
+            settings.model, settings.engine_config(), context=context, tokens=tokens, rounds=rounds, report=_note
+        )
+        typer.echo(speed.as_text())
+        if as_json:
+            typer.echo(json.dumps(speed.as_json()))
+
+
+@bench.command()
+def prefill(
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 3,
+    simd_tier: SimdTier = None,
+    threads: Threads = None,
+    compute: Compute = None,
+    context_length: ContextLength = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time from a prompt to its first answer token."""
+    with _exit_codes():
+        from engine.bench import measure_prefill
+
+        settings = _engine_settings(model, simd_tier, threads, compute, context_length)
+        speed = measure_prefill(settings.model, settings.engine_config(), tokens=tokens, rounds=rounds, report=_note)
+        typer.echo(speed.as_text())
+        if as_json:
+            typer.echo(json.dumps(speed.as_json()))
+
+
+@bench.command("make-synthetic")
+def make_synthetic(
+    directory: Annotated[Path, typer.Argument(help="Checkpoint directory to create.", show_default=False)],
+    layers: Annotated[int, typer.Option(help="Decoder layers, a multiple of 4.")] = 40,
+    experts: Annotated[int, typer.Option(help="Experts in each layer.")] = 128,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
+) -> None:
+    """Write a checkpoint of the published shape with random weights (10.5 GB; less with fewer layers)."""
+    with _exit_codes():
+        import os
+
+        from engine.convert.cli import ProgressLine
+        from engine.convert.synthetic import Shape, make_synthetic
+        from server.config import DEMO_CHECKPOINT
+
+        make_synthetic(
+            directory,
+            Shape(layers, experts),
+            seed=seed,
+            threads=len(os.sched_getaffinity(0)),
+            progress=ProgressLine("writing"),
+            text_files=DEMO_CHECKPOINT,
+        )
+        typer.echo(f"wrote {directory}")
+
+
+def _engine_settings(
+    model: Path | None, simd_tier: str | None, threads: int | None, compute: str | None, context_length: int | None
+) -> Settings:
+    """Settings of the commands that use an engine without a server; environment and FERMION_CONFIG count too."""
+    from server.config import load_settings
+
+    flags = {
+        "model": model,
+        "simd_tier": simd_tier,
+        "threads": threads,
+        "compute": compute,
+        "context_length": context_length,
+    }
+    return load_settings(flags)
+
+
+def _note(text: str) -> None:
+    """Progress of a measurement: on stderr, so that stdout holds only results."""
+    typer.echo(text, err=True)

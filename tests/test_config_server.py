@@ -11,6 +11,11 @@ from engine.errors import ConfigError
 from server.config import DEMO_CHECKPOINT, Settings, flag, load_settings, unknown_variables, variable
 
 
+@pytest.fixture(autouse=True)
+def _no_forced_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FERMION_SIMD_TIER", raising=False)
+
+
 @pytest.fixture
 def settings_file(tmp_path: Path) -> Path:
     path = tmp_path / "fermion.toml"

@@ -12,9 +12,9 @@ PACKAGES = ("server", "engine", "prefix_cache")
 
 # What of the engine the server may see. The command line alone starts tools.
 SERVER_SEES = {"engine.config", "engine.core", "engine.engine", "engine.errors", "engine.tokenizer"}
-COMMANDS = {"engine.bench", "engine.convert.cli", "engine.inventory"}
-# The native extension is bound once for inference; the converter binds its own quantiser.
-NATIVE = {"engine.cpu", "engine.convert.quantize"}
+COMMANDS = {"engine.bench", "engine.convert.cli", "engine.convert.synthetic", "engine.inventory"}
+# The native extension is bound once for inference; the converter's quantiser and the bandwidth probe bind their own.
+NATIVE = {"engine.cpu", "engine.convert.quantize", "engine.probe"}
 TRAINING = "engine.demo.recipe"
 
 

@@ -1,0 +1,166 @@
+"""Speed of decode and prefill on this machine, beside what its memory could give in the same minute.
+
+Tokens are random, since speed does not depend on them. Each figure is the median of several rounds; the bandwidth
+probe runs between the rounds, because the rate of a shared host moves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core import GenerationRequest, Prompt, SamplingParams, TokenResult
+from engine.engine import Engine
+from engine.errors import ConfigError, OutOfMemory
+from engine.inventory import Inventory, take_inventory
+from engine.probe import BandwidthProbe
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One measurement. gb_per_s: bytes that the work must move, per second; bandwidth_share: of what the probe
+    measured (probe_gb_per_s), None if memory was too short for it. step_ms: median and 90th percentile of a decode
+    step, or of the whole prefill."""
+
+    kind: str
+    model: str
+    tokens: int
+    context: int
+    rounds: int
+    tier: str
+    threads: int
+    tokens_per_s: float
+    gb_per_s: float
+    probe_gb_per_s: float | None
+    bandwidth_share: float | None
+    step_ms: float
+    step_ms_p90: float
+    load_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, rounded to what a measurement is worth."""
+        return {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(self).items()
+        }
+
+    def as_text(self) -> str:
+        """One line for people."""
+        share = "" if self.bandwidth_share is None else f" ({self.bandwidth_share:.0%} of the probe)"
+        return (
+            f"{self.kind:<8}{self.tokens:>6} tokens at context {self.context}: {self.tokens_per_s:.1f} tokens/s, "
+            f"{self.gb_per_s:.1f} GB/s{share}; {self.tier}, {self.threads} threads"
+        )
+
+
+def measure_decode(
+    directory: Path, config: EngineConfig, *, context: int, tokens: int, rounds: int, report: Report
+) -> Speed:
+    """Time per decoded token after a prompt of `context` tokens. ConfigError if they do not fit the context window."""
+    bench = _Bench(directory, config, context + tokens + 1)
+    steps: list[float] = []
+    try:
+        for number in range(rounds):
+            bench.probe()
+            stamps = [stamp for stamp, _ in bench.run(context, tokens + 1, seed=0)]
+            steps += [later - earlier for earlier, later in pairwise(stamps)]
+            report(f"round {number + 1} of {rounds}: {tokens / (stamps[-1] - stamps[0]):.1f} tokens/s")
+        bench.probe()
+    finally:
+        bench.close()
+    step = statistics.median(steps)
+    moved = bench.inventory.decode_bytes(context + tokens // 2)
+    return bench.speed("decode", tokens, context, rounds, 1.0 / step, moved / step, steps)
+
+
+def measure_prefill(directory: Path, config: EngineConfig, *, tokens: int, rounds: int, report: Report) -> Speed:
+    """Time from a prompt of `tokens` tokens to its first output token. ConfigError if it does not fit."""
+    bench = _Bench(directory, config, tokens + 1)
+    seconds: list[float] = []
+    try:
+        for number in range(rounds):
+            bench.probe()
+            started = time.perf_counter()
+            stamp, _ = next(bench.run(tokens, 1, seed=number))  # another prompt each time: nothing can be reused
+            seconds.append(stamp - started)
+            report(f"round {number + 1} of {rounds}: {tokens / seconds[-1]:.1f} tokens/s")
+        bench.probe()
+    finally:
+        bench.close()
+    median = statistics.median(seconds)
+    passes = -(-tokens // config.pass_tokens)
+    text_bytes = sum(part.nbytes for part in bench.inventory.parts if part.token_bytes > 0)
+    return bench.speed("prefill", tokens, 0, rounds, tokens / median, passes * text_bytes / median, seconds)
+
+
+class _Bench:
+    """An engine, the probe beside it, and what both share."""
+
+    def __init__(self, directory: Path, config: EngineConfig, needed: int) -> None:
+        self.inventory: Inventory = take_inventory(directory, config)
+        started = time.perf_counter()
+        self._engine = Engine.load(directory, config)
+        self._load_s = time.perf_counter() - started
+        if needed > self._engine.context_length:
+            self._engine.close()
+            raise ConfigError(f"{needed} tokens do not fit the context window of {self._engine.context_length}")
+        self._rates: list[float] = []
+        try:
+            self._probe: BandwidthProbe | None = BandwidthProbe(self.inventory.tier, self.inventory.threads)
+        except OutOfMemory:
+            self._probe = None
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def probe(self) -> None:
+        """Take the memory's rate now."""
+        if self._probe is not None:
+            self._rates.append(self._probe.gb_per_s(passes=1))
+
+    def run(self, context: int, tokens: int, seed: int) -> Iterator[tuple[float, TokenResult]]:
+        """Generate greedily after a random prompt; each token with the time when it was there."""
+        vocabulary = self.inventory.model.vocab_size
+        ids = np.random.default_rng(seed).integers(0, vocabulary, context, dtype=np.int32)
+        request = GenerationRequest("bench", Prompt(ids), tokens, SamplingParams(temperature=0.0))
+        for event in self._engine.generate(request, lambda: False):
+            if isinstance(event, TokenResult):
+                yield time.perf_counter(), event
+
+    def speed(
+        self,
+        kind: str,
+        tokens: int,
+        context: int,
+        rounds: int,
+        tokens_per_s: float,
+        bytes_per_s: float,
+        seconds: list[float],
+    ) -> Speed:
+        """The figures of a finished measurement."""
+        rate = statistics.median(self._rates) if self._rates else None
+        return Speed(
+            kind=kind,
+            model=self.inventory.directory,
+            tokens=tokens,
+            context=context,
+            rounds=rounds,
+            tier=self.inventory.tier,
+            threads=self.inventory.threads,
+            tokens_per_s=tokens_per_s,
+            gb_per_s=bytes_per_s / 1e9,
+            probe_gb_per_s=rate,
+            bandwidth_share=bytes_per_s / 1e9 / rate if rate else None,
+            step_ms=1e3 * statistics.median(seconds),
+            step_ms_p90=1e3 * float(np.quantile(seconds, 0.9)),
+            load_s=self._load_s,
+        )

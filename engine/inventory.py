@@ -1,0 +1,200 @@
+"""What a checkpoint holds, what a token reads of it, and what it needs here: the content of `fermion info`.
+
+Opens a checkpoint as the engine does, with every check, but computes nothing and reads no weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig, ModelConfig
+from engine.cpu import choose_threads, choose_tier
+from engine.weights import StoredTensor, Weights, load_weights
+
+PAGE_TOKENS = 64
+_TRANSPARENT_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+# The first pattern that a tensor's name contains decides its part.
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "vision tower": ("model.visual.",),
+    "prediction layer": ("mtp.",),
+    "embedding": ("embed_tokens.",),
+    "head": ("lm_head.",),
+    "experts": (".mlp.experts.",),
+    "shared experts": (".mlp.shared_expert",),
+    "routers": (".mlp.gate.",),
+    "delta net": (".linear_attn.",),
+    "attention": (".self_attn.",),
+    "norms": ("norm",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tensors of one role. nbytes: stored; token_bytes: of them, read for one decoded token."""
+
+    name: str
+    tensors: int
+    nbytes: int
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Bytes of one conversation's state: recurrent_bytes at any length, kv_bytes_per_token more for each token."""
+
+    recurrent_bytes: int
+    kv_bytes_per_token: int
+
+    def at(self, tokens: int) -> int:
+        """Bytes at a length, in whole pages."""
+        pages = -(-tokens // PAGE_TOKENS)
+        return self.recurrent_bytes + pages * PAGE_TOKENS * self.kv_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """A checkpoint on this machine. Sizes in bytes; context_length in tokens."""
+
+    directory: str
+    model: ModelConfig
+    parts: tuple[Part, ...]
+    sequence: Sequence
+    context_length: int
+    tier: str
+    threads: int
+    transparent_huge_pages: str
+    memory_available: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """All stored tensors."""
+        return sum(part.nbytes for part in self.parts)
+
+    def decode_bytes(self, context: int) -> int:
+        """What one decode step moves at `context` tokens: weights and KV read, recurrent state read and written."""
+        weights = sum(part.token_bytes for part in self.parts)
+        return weights + 2 * self.sequence.recurrent_bytes + context * self.sequence.kv_bytes_per_token
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for `--json`."""
+        state = asdict(self.sequence) | {"bytes_at_context": self.sequence.at(self.context_length)}
+        return asdict(self) | {
+            "sequence": state,
+            "weight_bytes": self.weight_bytes,
+            "decode_bytes": self.decode_bytes(0),
+        }
+
+    def as_text(self) -> str:
+        """The same for people."""
+        return "\n".join([*self._model_lines(), "", *self._part_lines(), "", *self._machine_lines()])
+
+    def _model_lines(self) -> list[str]:
+        m = self.model
+        lines = [
+            self.directory,
+            f"  {m.num_hidden_layers} layers: {m.delta_layers} gated delta net, {m.attention_layers} attention; "
+            f"hidden {m.hidden_size}, vocabulary {m.vocab_size}",
+            f"  attention: {m.num_attention_heads} heads on {m.num_key_value_heads}, width {m.head_dim}, "
+            f"{m.rotary_dim} rotated",
+            f"  delta net: {m.linear_num_key_heads} key heads of {m.linear_key_head_dim}, "
+            f"{m.linear_num_value_heads} value heads of {m.linear_value_head_dim}",
+            f"  experts: {m.num_experts} of width {m.moe_intermediate_size}, {m.num_experts_per_tok} per token, "
+            f"and a shared one of {m.shared_expert_intermediate_size}",
+        ]
+        vision = "none" if m.vision is None else f"{m.vision.depth} layers of {m.vision.hidden_size}"
+        return [*lines, f"  pictures: {vision}"]
+
+    def _part_lines(self) -> list[str]:
+        rows = [(part.name, part.tensors, part.nbytes, part.token_bytes) for part in self.parts]
+        rows.append(("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))))
+        head = f"{'part':<18}{'tensors':>8}{'bytes':>18}{'read per token':>18}"
+        return [head, *(f"{name:<18}{count:>8}{size:>18,}{read:>18,}" for name, count, size, read in rows)]
+
+    def _machine_lines(self) -> list[str]:
+        state = self.sequence.at(self.context_length)
+        return [
+            f"weights      {_size(self.weight_bytes)}, mapped from the file and used in place (page cache)",
+            f"sequence     {_size(state)} at {self.context_length} tokens: {_size(self.sequence.recurrent_bytes)} "
+            f"recurrent and {self.sequence.kv_bytes_per_token / 1024:.1f} KiB per token",
+            f"memory       {_size(self.weight_bytes + state)} needed, {_size(self.memory_available)} available",
+            f"decode       moves {_size(self.decode_bytes(0))} per token, at {self.context_length} tokens "
+            f"{_size(self.decode_bytes(self.context_length))}",
+            f"kernels      {self.tier}, {self.threads} thread{'s' if self.threads != 1 else ''}",
+            f"huge pages   transparent: {self.transparent_huge_pages}",
+        ]
+
+
+def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
+    """Look at a checkpoint as an engine with `config` would use it. Raises ModelFileError, ConfigError."""
+    weights = load_weights(directory, ModelConfig.load(directory))
+    return Inventory(
+        directory=str(directory),
+        model=weights.config,
+        parts=parts_of(weights),
+        sequence=sequence_of(weights.config, kv_item_bytes=4 if config.compute == "f32" else 2),
+        context_length=config.context_length or weights.config.max_position_embeddings,
+        tier=choose_tier(config.simd_tier),
+        threads=choose_threads(config.threads),
+        transparent_huge_pages=_transparent_huge_pages(),
+        memory_available=available_memory(),
+    )
+
+
+def parts_of(weights: Weights) -> tuple[Part, ...]:
+    """Stored tensors by role, in the order of _PARTS."""
+    groups: dict[str, list[StoredTensor]] = {name: [] for name in _PARTS}
+    for tensor in weights.file.tensors.values():
+        groups[_part_name(tensor.name)].append(tensor)
+    return tuple(
+        Part(name, len(tensors), sum(t.data.nbytes for t in tensors), _token_bytes(name, tensors, weights.config))
+        for name, tensors in groups.items()
+        if tensors
+    )
+
+
+def sequence_of(config: ModelConfig, kv_item_bytes: int) -> Sequence:
+    """State of one sequence: see simd_src/model_api.h, fm_sequence."""
+    matrix = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    per_layer = 4 * (matrix + 3 * config.conv_channels)
+    kv = config.attention_layers * 2 * config.num_key_value_heads * config.head_dim * kv_item_bytes
+    return Sequence(config.delta_layers * per_layer, kv)
+
+
+def available_memory() -> int:
+    """Bytes that programs can have without swapping; the page cache counts, since it gives way."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def _part_name(tensor: str) -> str:
+    return next(part for part, patterns in _PARTS.items() if any(pattern in tensor for pattern in patterns))
+
+
+def _token_bytes(part: str, tensors: list[StoredTensor], config: ModelConfig) -> int:
+    nbytes = sum(tensor.data.nbytes for tensor in tensors)
+    if part in ("vision tower", "prediction layer"):
+        return 0
+    if part == "embedding":
+        return nbytes // config.vocab_size
+    if part == "experts":
+        return nbytes * config.num_experts_per_tok // config.num_experts
+    return nbytes
+
+
+def _transparent_huge_pages() -> str:
+    try:
+        found = re.search(r"\[(\w+)\]", _TRANSPARENT_PAGES.read_text())
+    except OSError:
+        return "unknown"
+    return found[1] if found else "unknown"
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.1f} MB"
