@@ -23,7 +23,6 @@ for part in pyproject.toml setup.py README.md LICENSE server engine prefix_cache
     cp -R "$source/$part" "$work/source/"
 done
 find "$work/source" \( -name '__pycache__' -o -name '_simd*.so' \) -prune -exec rm -rf {} +
-rm -rf "$work/source/engine/demo/recipe"
 "$prefix/bin/python" -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-compile \
     --no-deps --no-build-isolation --no-index "$work/source"
 

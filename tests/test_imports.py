@@ -98,13 +98,22 @@ def test_only_the_command_line_imports_the_converter() -> None:
     ] == []
 
 
-def test_nothing_imports_the_training_recipe() -> None:
-    assert [edge for edge in OURS if is_within(edge[1], TRAINING) and not is_within(edge[0], TRAINING)] == []
+def test_only_the_converter_uses_the_recipe() -> None:
+    """It calibrates on the recipe's data generator."""
+    allowed = (TRAINING, "engine.convert")
+    assert [
+        (name, target)
+        for name, target in OURS
+        if is_within(target, TRAINING) and not any(is_within(name, package) for package in allowed)
+    ] == []
 
 
 def test_the_product_never_needs_training_packages() -> None:
-    training = {"torch", "transformers"}
-    assert [edge for edge in IMPORTS if root(edge[1]) in training and not is_within(edge[0], TRAINING)] == []
+    """Neither directly nor through the parts of the recipe that it uses."""
+    product = {name for name in MODULES if not is_within(name, TRAINING)}
+    while more := {target for name, target in OURS if name in product and target in MODULES} - product:
+        product |= more
+    assert [edge for edge in IMPORTS if edge[0] in product and root(edge[1]) in {"torch", "transformers"}] == []
 
 
 def test_the_cache_needs_only_the_standard_library_and_numpy() -> None:
