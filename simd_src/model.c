@@ -5,7 +5,7 @@
 
 #include "model.h"
 
-enum { ALIGNMENT = 64 };
+enum { ALIGNMENT = 64, PAGE = 4096 };
 
 /* Hands out 64-byte aligned pieces; with base NULL it only measures. */
 typedef struct {
@@ -70,6 +70,8 @@ static size_t lay_out(fm_engine *e, char *base) {
     e->span_acc = take(&a, spans * query_width, sizeof(float));
     e->span_max = take(&a, spans * s->heads, sizeof(float));
     e->span_sum = take(&a, spans * s->heads, sizeof(float));
+    e->weight = take(&a, (size_t)s->vocab, sizeof(float));
+    e->candidates = take(&a, (size_t)s->vocab, sizeof(fm_candidate));
     e->worker_floats = worker_floats(s);
     e->worker_scratch = take(&a, (size_t)e->threads * e->worker_floats, sizeof(float));
     return a.used;
@@ -106,7 +108,8 @@ fm_engine *fm_engine_create(const fm_model_spec *spec, const char *tier, int thr
     e->quantized = has_packed(spec);
     e->arena_bytes = lay_out(e, NULL);
     if (!e->ops || fm_matmul_kernels_for(tier, &e->kernels) != 0) goto fail;
-    if (posix_memalign(&e->arena, 4096, e->arena_bytes) != 0) goto fail;
+    e->arena = aligned_alloc(PAGE, (e->arena_bytes + PAGE - 1) / PAGE * PAGE);
+    if (!e->arena) goto fail;
     lay_out(e, e->arena);
     for (int i = 0; i < spec->max_tokens * spec->experts_per_token; i++) e->every_token[i] = i;
     e->pool = fm_pool_create(threads, cpus);
@@ -126,20 +129,24 @@ void fm_engine_destroy(fm_engine *e) {
 
 size_t fm_engine_scratch_bytes(const fm_engine *e) { return e->arena_bytes; }
 
-void fm_matrix_rows(const fm_engine *e, const fm_matrix *matrix, int row0, int row1, float *out) {
-    for (int row = row0; row < row1; row++, out += matrix->cols) {
-        if (matrix->dtype == FM_Q4)
-            e->kernels.q4_row(matrix->data, matrix->cols, row, out);
-        else
-            memcpy(out, (const float *)matrix->data + (size_t)row * matrix->cols, (size_t)matrix->cols * sizeof(float));
-    }
+int fm_tier_supported(const char *tier) {
+    fm_matmul_kernels kernels;
+    return fm_ops_for(tier) != NULL && fm_matmul_kernels_for(tier, &kernels) == 0;
+}
+
+static void embed(const fm_engine *e, int id, float *out) {
+    const fm_matrix *table = &e->spec.embed;
+    if (table->dtype == FM_Q4)
+        e->kernels.q4_row(table->data, table->cols, id, out);
+    else
+        memcpy(out, (const float *)table->data + (size_t)id * table->cols, (size_t)table->cols * sizeof(float));
 }
 
 void fm_pass_begin(fm_engine *e, const int *ids, const int *positions, int tokens) {
     const fm_model_spec *s = &e->spec;
     e->tokens = tokens;
     for (int t = 0; t < tokens; t++) {
-        fm_matrix_rows(e, &s->embed, ids[t], ids[t] + 1, e->hidden + (size_t)t * s->hidden);
+        embed(e, ids[t], e->hidden + (size_t)t * s->hidden);
         for (int j = 0; j < s->rotary_pairs; j++) {
             /* The angle is rounded to float32 first, as the model saw it in training. */
             const float angle = (float)positions[3 * t + s->rotary_axis[j]] * s->inverse_frequency[j];
@@ -164,8 +171,6 @@ void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, in
     }
 }
 
-void fm_pass_end(fm_engine *e, fm_sequence *sequence) { sequence->position += e->tokens; }
-
 void fm_pass_logits(fm_engine *e, int row, float *logits) {
     const fm_model_spec *s = &e->spec;
     const int tokens = e->tokens;
@@ -180,6 +185,5 @@ void fm_pass_logits(fm_engine *e, int row, float *logits) {
 void fm_decode(fm_engine *e, fm_sequence *sequence, int id, const int *position, float *logits) {
     fm_pass_begin(e, &id, position, 1);
     fm_pass_layers(e, sequence, 0, e->spec.layers, 1);
-    fm_pass_end(e, sequence);
     fm_pass_logits(e, 0, logits);
 }

@@ -28,6 +28,12 @@ typedef struct {
     int expert, begin, end;
 } fm_expert_group;
 
+/* A token that may be drawn. */
+typedef struct {
+    float value;
+    int32_t id;
+} fm_candidate;
+
 struct fm_engine {
     fm_model_spec spec;
     const fm_ops *ops;
@@ -60,6 +66,9 @@ struct fm_engine {
 
     float *span_acc;            /* [spans][heads][head_dim]: parts of one token's attention */
     float *span_max, *span_sum; /* [spans][heads] */
+
+    float *weight;            /* [vocab], of the sampler */
+    fm_candidate *candidates; /* [vocab] */
 
     float *worker_scratch; /* [threads][worker_floats] */
     size_t worker_floats;

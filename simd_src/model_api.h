@@ -68,13 +68,12 @@ void fm_pass_begin(fm_engine *engine, const int *ids, const int *positions, int 
 /* Residual stream of the pass, [T][hidden]: rows may be replaced between begin and the first layer. */
 float *fm_pass_hidden(fm_engine *engine);
 /* Runs layers first..last-1. recurrent: delta rule token by token (decode) instead of in chunks of 64 counted from the
- * start of the pass (prefill). The position of the sequence stays; fm_pass_end moves it. */
+ * start of the pass (prefill). The caller moves the position of the sequence once all layers have run. */
 void fm_pass_layers(fm_engine *engine, fm_sequence *sequence, int first, int last, int recurrent);
-void fm_pass_end(fm_engine *engine, fm_sequence *sequence);
 /* Logits [vocab] of token `row` of the pass, whose layers have all run. */
 void fm_pass_logits(fm_engine *engine, int row, float *logits);
 /* One decode step: a whole pass of one token. */
 void fm_decode(fm_engine *engine, fm_sequence *sequence, int id, const int *position, float *logits);
 
-/* Rows row0..row1-1 of a matrix as floats, [row1 - row0][cols]. */
-void fm_matrix_rows(const fm_engine *engine, const fm_matrix *matrix, int row0, int row1, float *out);
+/* Whether this build and this CPU can run the tier. */
+int fm_tier_supported(const char *tier);

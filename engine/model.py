@@ -1,0 +1,83 @@
+"""The text model: prompts run through it in passes, layer by layer; generated tokens one whole step at a time.
+
+Knows weights, states and the C engine; nothing of requests, text or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engine.config import EngineConfig, ModelConfig
+from engine.core import Float32Array, Int32Array
+from engine.cpu import CpuEngine
+from engine.state import SequenceState
+from engine.weights import Weights
+
+
+def text_positions(first: int, count: int) -> Int32Array:
+    """Rotary positions of text: int32 [count, 3], the three axes equal."""
+    return np.repeat(np.arange(first, first + count, dtype=np.int32)[:, None], 3, axis=1)
+
+
+class Model:
+    """A loaded text model. One sequence at a time may be inside a call.
+
+    Bits: a token's logits depend on the prompt, on where its prefill segments start and on the instruction set, not
+    on the number of threads nor on pass_tokens.
+    """
+
+    def __init__(
+        self, weights: Weights, config: EngineConfig, *, threads: int, cpus: Sequence[int] | None, max_context: int
+    ) -> None:
+        self.config: ModelConfig = weights.config
+        self.pass_tokens = config.pass_tokens
+        self.cpu = CpuEngine(weights, config, threads=threads, cpus=cpus, max_context=max_context)
+
+    def new_state(self) -> SequenceState:
+        """An empty sequence."""
+        return SequenceState(self.config, kv_f32=self.cpu.kv_f32)
+
+    def prefill(
+        self,
+        state: SequenceState,
+        token_ids: Int32Array,
+        positions: Int32Array | None = None,
+        *,
+        after_layer: Callable[[int, int], None] | None = None,
+        embeddings: Sequence[tuple[int, Float32Array]] = (),
+    ) -> Float32Array:
+        """Append a segment of at least one token; float32 [vocab] logits at its last token.
+
+        positions: int32 [n, 3], by default those of text behind the state. embeddings: (index in the segment, rows
+        float32 [k, hidden]) that replace the tokens' own. after_layer(tokens of earlier passes + this one, layers run
+        of this pass) may raise: the state must then be dropped.
+        """
+        ids = np.ascontiguousarray(token_ids, np.int32)
+        if positions is None:
+            positions = text_positions(state.position + state.rope_delta, len(ids))
+        where = np.ascontiguousarray(positions, np.int32)
+        row = 0
+        for begin in range(0, len(ids), self.pass_tokens):
+            end = min(begin + self.pass_tokens, len(ids))
+            self.cpu.begin(ids[begin:end], where[begin:end])
+            for start, rows in embeddings:
+                first, last = max(start, begin), min(start + len(rows), end)
+                if first < last:
+                    self.cpu.hidden[first - begin : last - begin] = rows[first - start : last - start]
+            for layer in range(self.config.num_hidden_layers):
+                self.cpu.layers(state, layer, layer + 1, recurrent=False)
+                if after_layer is not None:
+                    after_layer(end, layer + 1)
+            state.position += end - begin
+            row = end - begin - 1
+        return self.cpu.logits(row)
+
+    def decode(self, state: SequenceState, token_id: int) -> Float32Array:
+        """Append one generated token; float32 [vocab] logits for the next."""
+        return self.cpu.decode(state, token_id, state.position + state.rope_delta)
+
+    def close(self) -> None:
+        """Free what the C engine holds."""
+        self.cpu.close()

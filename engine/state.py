@@ -1,0 +1,83 @@
+"""State of one sequence: pages of keys and values, recurrent states, convolution windows, and where they stand.
+
+The state can go forward and be copied, never back: the recurrent part has no memory of earlier positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config import ModelConfig
+from engine.core import Float32Array, UInt8Array
+
+PAGE_TOKENS = 64
+CONV_WINDOW = 3  # inputs that the four-tap convolution remembers
+
+
+def page_bytes(config: ModelConfig, kv_f32: bool) -> int:
+    """Bytes of one page: 64 tokens, keys and values of all attention layers."""
+    values = config.attention_layers * 2 * config.num_key_value_heads * PAGE_TOKENS * config.head_dim
+    return values * (4 if kv_f32 else 2)
+
+
+def recurrent_bytes(config: ModelConfig) -> int:
+    """Bytes of the state that does not grow: recurrent states and convolution windows."""
+    heads, key, value = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    return 4 * config.delta_layers * (CONV_WINDOW * config.conv_channels + heads * key * value)
+
+
+class SequenceState:
+    """What the model remembers of the tokens seen so far.
+
+    position: tokens seen. rope_delta: offset from a token's index to its rotary position, for tokens to come (pictures
+    advance the two differently). conv: float32 [delta layers, 3, channels], oldest first. ssm: float32 [delta layers,
+    value heads, key dim, value dim]. pages: uint8 [page_bytes] each, laid out as [attention layer][K, V][kv head]
+    [64][head_dim] of float16 (float32 if kv_f32).
+    """
+
+    def __init__(self, config: ModelConfig, *, kv_f32: bool = False) -> None:
+        self.config = config
+        self.kv_f32 = kv_f32
+        self.position = 0
+        self.rope_delta = 0
+        layers, heads = config.delta_layers, config.linear_num_value_heads
+        self.conv: Float32Array = _aligned((layers, CONV_WINDOW, config.conv_channels), np.float32)
+        self.ssm: Float32Array = _aligned(
+            (layers, heads, config.linear_key_head_dim, config.linear_value_head_dim), np.float32
+        )
+        self.pages: list[UInt8Array] = []
+        self.page_bytes = page_bytes(config, kv_f32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.conv.nbytes + self.ssm.nbytes + len(self.pages) * self.page_bytes
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for the keys and values of `tokens` tokens in all."""
+        while len(self.pages) * PAGE_TOKENS < tokens:
+            self.pages.append(_aligned((self.page_bytes,), np.uint8))
+
+    def layer_positions(self) -> Iterable[int]:
+        """The position of each layer with state. They move together."""
+        return (self.position for _ in self.config.layer_types)
+
+    def page(self, index: int) -> UInt8Array:
+        """Page `index`; the last one may be partly filled."""
+        return self.pages[index]
+
+    def recurrent(self) -> Sequence[UInt8Array]:
+        """The arrays that do not grow, as bytes."""
+        return [self.conv.reshape(-1).view(np.uint8), self.ssm.reshape(-1).view(np.uint8)]
+
+
+def _aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeros that start on a cache line."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + 64, np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + nbytes].view(dtype).reshape(shape)
