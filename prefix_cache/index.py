@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .arena import Arena, UInt8Array
 from .config import CacheConfig
@@ -17,6 +17,9 @@ from .eviction import Scorer
 from .key import CacheError, PromptKey, page_digest
 from .snapshot import DiskPage, Entry, Geometry, Ghost, Node, Pack, RamCopy, RamPage, Root
 from .stats import Stats
+
+_RESCORED = 256
+_SPARE_PART = 64
 
 
 class Index:
@@ -257,9 +260,10 @@ class Index:
         victims = [e for e in self.entries if self._may_leave_ram(e)]
         if count > self.arena.blocks - self._held_blocks(set(victims)):
             return False
-        while count > self.arena.free:
-            victim = min(victims, key=self._ram_worth)
-            victims.remove(victim)
+        spare = self.arena.blocks // _SPARE_PART if len(victims) > _RESCORED else 0
+        for victim in _least(victims, self._ram_worth):
+            if count + spare <= self.arena.free:
+                break
             self.stats.evicted_ram[victim.kind.name.lower()] += 1
             if victim.disk is None:
                 self.remove(victim, remember=True)
@@ -369,12 +373,28 @@ class Index:
         assert disk is not None
         if nbytes > disk.config.capacity_bytes - disk.foreign_bytes:
             return False
-        while disk.over_bytes + nbytes > 0:
-            victims = [e for e in self.entries if e.disk is not None and not e.pinned and e not in self.loading]
-            if not victims or not disk.writable:
-                return False
-            self.drop_disk(min(victims, key=self._disk_worth), evicted=True)
-        return True
+        if disk.over_bytes + nbytes <= 0:
+            return True
+        victims = [e for e in self.entries if e.disk is not None and not e.pinned and e not in self.loading]
+        spare = disk.config.capacity_bytes // _SPARE_PART if len(victims) > _RESCORED else 0
+        for victim in _least(victims, self._disk_worth):
+            if disk.over_bytes + nbytes + spare <= 0 or not disk.writable:
+                break
+            self.drop_disk(victim, evicted=True)
+        return disk.writable and disk.over_bytes + nbytes <= 0
+
+
+def _least(victims: list[Entry], worth: Callable[[Entry], float]) -> Iterator[Entry]:
+    """Victims, least worth first. Few are scored anew after each one, since its loss changes what others save; of
+    many the order is fixed at once, and the caller takes a batch."""
+    if len(victims) > _RESCORED:
+        yield from sorted(victims, key=worth)
+        return
+    left = list(victims)
+    while left:
+        victim = min(left, key=worth)
+        left.remove(victim)
+        yield victim
 
 
 def uses_pack(entry: Entry, pack: Pack) -> bool:

@@ -7,6 +7,7 @@ and a resumed state has the same bits even where kernels are not batch-invariant
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,10 +22,12 @@ SEGMENT_TOKENS = 1024
 """Longest canonical segment: bounds what a cancelled or edited long message recomputes."""
 MIN_GAP = 128
 """A snapshot of the 35B shape weighs as much as KV of 3,144 tokens, so closer ones do not pay."""
-TAIL_GAPS = (128, 512)
-"""Extra points before the end of a long last message, where documents meet changing questions."""
+TAIL_GAPS = (64, 128, 512)
+"""Extra points before the end of a long last message, where documents meet changing questions: with the first two on
+the 64 grid, a question of 65 to 128 tokens after a document recomputes less than a page of it."""
 _GENERATION_WINDOW = 16
 _HEADER_TOKENS = 4
+_SAME_PLACE = 8
 
 
 class Cuts(StrEnum):
@@ -115,18 +118,21 @@ def plan(
     """Snapshots to take while prefilling [resume, tokens), ascending, each in (resume, tokens - 1].
 
     boundaries: ascending ends of template parts (`Prompt.boundaries`): the first is the end of system and tools,
-    one within 16 tokens of the end is the header of the generation prompt, the others start messages.
-    matched: tokens of this prompt that the index knows (`Outcome.matched`); where they exceed `resume` by more
-    than a page, prompts branch there for the second time and the branch gets its own snapshot.
+    one within 16 tokens of the end is the header of the generation prompt, the others start messages. The end of
+    a message and the end of the next header may both be given; a canonical cut just behind a boundary takes its place.
+    matched: tokens of this prompt that the index knows (`Outcome.matched`, less than `tokens`); where they exceed
+    `resume` by more than a page, prompts branch there for the second time and the branch gets its own snapshot.
     Positions at or below `tokens - 1` only: the last prompt token must be forwarded to give logits.
     """
-    points = sorted({b for b in boundaries if 0 < b < tokens})
+    points = _merge(sorted({b for b in boundaries if 0 < b < tokens}))
     wanted: dict[int, Kind] = {}
+    tail: set[int] = set()
 
-    def want(position: int, kind: Kind) -> None:
-        position = snap(min(position, tokens - 1), cuts, mode)
+    def want(position: int, kind: Kind) -> int:
+        position = snap(position, cuts, mode)
         if position > resume:
             wanted[position] = min(wanted.get(position, kind), kind, key=_RANK.__getitem__)
+        return position
 
     generation = points[-1] if points and tokens - points[-1] <= _GENERATION_WINDOW else None
     content_end = generation if generation is not None else tokens
@@ -140,10 +146,10 @@ def plan(
     last_start = max((p for p in points if p < content_end), default=0)
     if content_end - last_start > SEGMENT_TOKENS:
         for gap in TAIL_GAPS:
-            want(_page_floor(content_end - gap, last_start), Kind.INTERIOR)
+            tail.add(want(_page_floor(content_end - gap, last_start), Kind.INTERIOR))
     for index, point in enumerate(points):
         if point != generation:
-            want(point, Kind.SYSTEM if index == 0 else Kind.MESSAGE)
+            want(_cut_behind(point, cuts), Kind.SYSTEM if index == 0 else Kind.MESSAGE)
     if generation is not None:
         want(generation, Kind.GENERATION)
     if matched > resume + PAGE_TOKENS:
@@ -153,7 +159,8 @@ def plan(
     last = resume
     for position in sorted(wanted):
         kind = wanted[position]
-        if kind in (Kind.MESSAGE, Kind.INTERIOR) and position - last < MIN_GAP and last > 0:
+        thinned = kind in (Kind.MESSAGE, Kind.INTERIOR) and position not in tail
+        if thinned and position - last < MIN_GAP and last > 0:
             continue
         chosen.append(Placement(position, kind))
         last = position
@@ -164,6 +171,17 @@ _RANK = {
     Kind.SYSTEM: 0, Kind.GENERATION: 1, Kind.BRANCH: 2, Kind.MESSAGE: 3,
     Kind.INTERIOR: 4, Kind.REPLY: 5, Kind.CANCEL: 6, Kind.SHADOW: 7,
 }  # fmt: skip
+
+
+def _merge(points: list[int]) -> list[int]:
+    """Of boundaries a few tokens apart (a message's end, the next header's end) the last."""
+    return [p for p, following in zip(points, [*points[1:], math.inf], strict=False) if following - p > _SAME_PLACE]
+
+
+def _cut_behind(position: int, cuts: Sequence[int]) -> int:
+    """The first canonical cut within a header's length behind `position`, else `position`."""
+    index = bisect.bisect_left(cuts, position)
+    return cuts[index] if index < len(cuts) and cuts[index] <= position + _SAME_PLACE else position
 
 
 def _page_floor(position: int, above: int) -> int:

@@ -34,7 +34,7 @@ class GreedyDualSizeFrequency(_Fixed):
         return (1 + hits) * saved / freed / (1 + age)
 
 
-class _Zeros:
+class Zeros:
     """A state without content: only placement and eviction are replayed."""
 
     rope_delta = 0
@@ -71,7 +71,7 @@ def replay(requests: Iterable[Request], gib: float, scorer: Scorer | None) -> Re
     )
     fp = fingerprint({"replay": 1})
     cache = PrefixCache(config, fp, REPLAY, scorer=scorer)
-    state = _Zeros()
+    state = Zeros()
     total = Replay(0, 0, 0)
     for request in requests:
         key = PromptKey(Namespace(fp), request.prompt)

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cache_fakes import (
     FINGERPRINT,
@@ -702,3 +703,116 @@ def test_stats_are_plain_numbers(tmp_path):
     hit(cache, make_key(IDS))
     text = json.dumps({"stats": cache.stats.as_dict(), "gauges": cache.gauges()})
     assert '"hits": 1' in text
+
+
+# ---- what is compared with the stored ids, one comparison at a time ----
+
+
+def tier_with_files(directory: Path):
+    """A tier holding one pack (pages 16..18 of IDS) and one snapshot at 1200, and their true names and keys."""
+    cache = reopened(directory)
+    store(cache, make_key(IDS), 1024)
+    store(cache, make_key(IDS), 1200)
+    cache.flush()
+    tier = cache._index.disk
+    (entry,) = (e for e in cache._index.entries if e.position == 1200)
+    return tier, entry.disk, make_key(IDS)
+
+
+def views(count: int) -> list[np.ndarray]:
+    return [np.zeros(SMALL.page_bytes, np.uint8) for _ in range(count)]
+
+
+def test_pages_are_read_only_for_the_stored_path_and_keys(tmp_path):
+    tier, disk, key = tier_with_files(tmp_path)
+    name = disk.leaf.pack.name
+    (view,) = views(1)
+    assert tier.read_pages(name, [(1, view)], key.path(16), [key.page_key(17)]) == SMALL.page_bytes
+    other = make_key([IDS[0] + 1, *IDS[1:]])
+    with pytest.raises(fmt.FileRejected, match="differ from the prompt's"):
+        tier.read_pages(name, [(1, view)], other.path(16), [key.page_key(17)])
+    with pytest.raises(fmt.FileRejected, match="ids of page 1 differ"):
+        tier.read_pages(name, [(1, view)], key.path(16), [key.page_key(16)])
+    with pytest.raises(fmt.FileRejected, match="ids of page 9 differ"):
+        tier.read_pages(name, [(9, view)], key.path(16), [key.page_key(25)])
+
+
+def test_snapshot_is_read_only_for_the_stored_path_and_tail(tmp_path):
+    tier, disk, key = tier_with_files(tmp_path)
+    tail = key.span_key(1152, 1200)
+    payload = views(SMALL.recurrent_blocks)
+    payload[-1] = payload[-1][: SMALL.recurrent_bytes % SMALL.page_bytes]
+    payload += views(1)
+    tier.read_snapshot(disk.name, payload, key.path(18), tail)
+    with pytest.raises(fmt.FileRejected, match="differ from the prompt's"):
+        tier.read_snapshot(disk.name, payload, make_key([5, *IDS[1:]]).path(18), tail)
+    with pytest.raises(fmt.FileRejected, match="ids of the tail differ"):
+        tier.read_snapshot(disk.name, payload, key.path(18), tail[:-4] + b"\x01\x00\x00\x00")
+
+
+def test_flipped_stored_ids_fail_their_own_checksum(tmp_path):
+    tier, disk, key = tier_with_files(tmp_path)
+    path = folder_of(tmp_path) / disk.name
+    data = bytearray(path.read_bytes())
+    data[header_bytes(path) + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(fmt.FileRejected, match="fail their checksum"):
+        tier.read_snapshot(disk.name, [], key.path(18), key.span_key(1152, 1200))
+
+
+def test_damaged_pack_takes_every_snapshot_that_stands_on_it(tmp_path):
+    cache = reopened(tmp_path)
+    branches = [IDS[:1024] + tokens(300, seed) for seed in (1, 2)]
+    for ids in branches:
+        store(cache, make_key(ids), 1300)
+    cache.close()
+    packs = {p: p.read_bytes() for p in files_in(tmp_path) if p.suffix == ".kv"}
+    (shared,) = (p for p, data in packs.items() if fmt.decode_pack(data, len(data)).first_depth == 0)
+    data = bytearray(packs[shared])
+    data[-1] ^= 1
+    shared.write_bytes(data)
+    cache = reopened(tmp_path)
+    assert cache.acquire(make_key(branches[0]))[0].miss_reason == "corrupt"
+    assert cache.inspect() == []  # or the next snapshot would be written on top of the damaged pages
+    store(cache, make_key(branches[1]), 1300)
+    cache.close()
+    assert hit(reopened(tmp_path), make_key(branches[1])) == 1300
+
+
+def test_snapshot_being_loaded_is_not_evicted_from_disk(tmp_path):
+    class Slow(Files):
+        def __init__(self):
+            self.started, self.go = threading.Event(), threading.Event()
+
+        def read_into(self, fd, targets, offset):
+            self.started.set()
+            assert self.go.wait(10)
+            return super().read_into(fd, targets, offset)
+
+    filled(tmp_path, positions=(500,))
+    files = Slow()
+    cache = make_cache(2000, disk=disk_config(tmp_path, capacity_bytes=30_000), files=files)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(hit(cache, make_key(IDS))))
+    reader.start()
+    assert files.started.wait(10)
+    for seed in (1, 2, 3):
+        store(cache, make_key(tokens(500, seed)), 500)
+        cache.flush()
+    assert sum(cache.stats.evicted_disk.values()) > 0
+    files.go.set()
+    reader.join()
+    assert found == [500]
+    assert cache.check_integrity() == []
+
+
+@pytest.mark.parametrize(("tokens_per_s", "expected"), [(100.0, 210), (20_000.0, 200)])
+def test_cheapest_point_is_taken_not_the_deepest(tmp_path, tokens_per_s, expected):
+    """Ten tokens deeper on disk (2 ms away) pay on a slow machine only."""
+    filled(tmp_path, positions=(200, 210))
+    cache = reopened(tmp_path)
+    assert hit(cache, make_key(IDS[:205])) == 200  # now in RAM too
+    for _ in range(100):
+        cache.observe_prefill(1000, 1000 / tokens_per_s)
+    assert cache.gauges()["prefill_tokens_per_s"] == pytest.approx(tokens_per_s, rel=0.01)
+    assert hit(cache, make_key(IDS[:2000])) == expected

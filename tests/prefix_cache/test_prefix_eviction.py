@@ -1,4 +1,5 @@
 import pytest
+from cache_fakes import disk_config, hit, make_cache, make_key, store, tokens
 from eviction_rules import GreedyDualSizeFrequency, LeastRecentlyUsed, replay
 from traffic import Traffic
 
@@ -39,3 +40,21 @@ def test_learned_rule_is_not_worse_than_gdsf_and_lru_on_a_short_stream(seed):
     ]
     assert rates[0] >= rates[1] - 0.01
     assert rates[0] > rates[2]
+
+
+def test_many_small_snapshots_are_evicted_in_batches(tmp_path):
+    """Scoring all of thousands of snapshots for each victim would cost more than a small model's prefill."""
+    cache = make_cache(3000, disk=disk_config(tmp_path, capacity_bytes=3_000_000))
+    calls = []
+    score = cache._index.scorer.score
+    cache._index.scorer.score = lambda *args: calls.append(0) or score(*args)
+    for seed in range(1500):
+        assert store(cache, make_key(tokens(70, seed)), 70) == "stored"
+        if seed % 100 == 0:
+            cache.flush()
+        assert cache.gauges()["ram_bytes"] <= 3000 * 64
+    assert len(calls) < 1500 * 150  # one by one it would be more than 1500 * 350
+    cache.flush()
+    assert cache.gauges()["disk_bytes"] <= 3_000_000
+    assert hit(cache, make_key([*tokens(70, 1499), 1])) == 70
+    assert cache.check_integrity() == []

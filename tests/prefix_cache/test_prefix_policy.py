@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -74,15 +76,26 @@ def test_close_messages_are_thinned_but_never_the_system_or_the_generation_promp
     assert [p.position for p in placed] == [20, 500, 990]
 
 
-def test_long_message_gets_log_spaced_points_and_two_near_its_end():
+def test_long_message_gets_log_spaced_points_and_three_near_its_end():
     placed = plan(12_002, [500, 12_000], [], Cuts.ANY)
     inside = positions(placed, Kind.INTERIOR)
     distances = [12_000 - p for p in inside]
     assert all(p % 64 == 0 for p in inside)
     assert len(inside) <= 8
+    assert all(b - a >= 128 or b > 12_000 - 192 for a, b in itertools.pairwise(inside))
     for edit in (60, 128, 200, 512, 900, 2000, 4000):  # an edit that far from the end recomputes at most about twice it
         recomputed = min(d for d in distances if d >= edit)
-        assert recomputed <= max(4 * edit, 128 + 64), (edit, recomputed)
+        assert recomputed <= 4 * edit, (edit, recomputed)
+
+
+def test_message_end_and_next_header_end_are_one_place():
+    assert plan(1002, [397, 400, 697, 700, 997, 1000], [], Cuts.ANY) == plan(1002, [400, 700, 1000], [], Cuts.ANY)
+
+
+def test_canonical_cut_behind_a_message_end_is_used():
+    placed = plan(1002, [397, 997], [400, 1000], Cuts.CANONICAL)
+    assert [p.position for p in placed] == [400]
+    assert placed[0].kind is Kind.SYSTEM
 
 
 def test_branch_is_placed_on_second_sight_only():

@@ -1,4 +1,4 @@
-"""Synthetic request streams for eviction rules: chats, agents and one-off documents, interleaved by popularity.
+"""Synthetic request streams: single workloads, and a mix of chats, agents and one-off documents by popularity.
 
 Each request has a prompt, the boundaries the template knows, and what it generates. Chats strip the thinking of
 earlier turns, agents keep theirs until the next user message, as the model family's template does.
@@ -38,12 +38,16 @@ class Traffic:
         self._random = random.Random(seed)
         self._next = 100
 
-    def _fresh(self, count: int) -> list[int]:
+    def fresh(self, count: int) -> list[int]:
+        """Ids never used before."""
         self._next += count
         return list(range(self._next - count, self._next))
 
-    def _request(self, messages: list[Message], thinking: list[int], answer: list[int]) -> Request:
-        last_user = max(i for i, m in enumerate(messages) if m.role == "user")
+    def request(
+        self, messages: list[Message], thinking: list[int], answer: list[int], preserve: bool = False
+    ) -> Request:
+        """The prompt of `messages`; preserve keeps the thinking of all turns, not only after the last user's."""
+        last_user = -1 if preserve else max(i for i, m in enumerate(messages) if m.role == "user")
         ids: list[int] = []
         boundaries = []
         for index, message in enumerate(messages):
@@ -57,37 +61,39 @@ class Traffic:
         generated = [*thinking, 8, 9, *answer]
         return Request(np.array(ids, np.int32), boundaries, np.array(generated, np.int32))
 
-    def _chat(self, turns: int, system: list[int]) -> list[Request]:
+    def chat(self, turns: int, system: list[int], preserve: bool = False) -> list[Request]:
+        """One conversation."""
         user, think, answer = (self._random.randint(*r) for r in ((60, 300), (200, 900), (150, 500)))
         messages = [Message("system", system)]
         requests = []
         for _ in range(turns):
-            messages.append(Message("user", self._fresh(user)))
-            thinking, reply = self._fresh(think), self._fresh(answer)
-            requests.append(self._request(messages, thinking, reply))
+            messages.append(Message("user", self.fresh(user)))
+            thinking, reply = self.fresh(think), self.fresh(answer)
+            requests.append(self.request(messages, thinking, reply, preserve))
             messages.append(Message("assistant", reply, thinking))
         return requests
 
-    def _agent(self, rounds: int) -> list[Request]:
-        messages = [Message("system", self._fresh(8000)), Message("user", self._fresh(300))]
+    def agent(self, rounds: int) -> list[Request]:
+        """Tool rounds, then a new user message, which strips all thinking at once."""
+        messages = [Message("system", self.fresh(8000)), Message("user", self.fresh(300))]
         requests = []
         for _ in range(rounds):
-            thinking, call = self._fresh(150), self._fresh(80)
-            requests.append(self._request(messages, thinking, call))
-            messages += [Message("assistant", call, thinking), Message("tool", self._fresh(600))]
-        messages += [Message("assistant", self._fresh(300), self._fresh(300)), Message("user", self._fresh(100))]
-        requests.append(self._request(messages, self._fresh(150), self._fresh(80)))
+            thinking, call = self.fresh(150), self.fresh(80)
+            requests.append(self.request(messages, thinking, call))
+            messages += [Message("assistant", call, thinking), Message("tool", self.fresh(600))]
+        messages += [Message("assistant", self.fresh(300), self.fresh(300)), Message("user", self.fresh(100))]
+        requests.append(self.request(messages, self.fresh(150), self.fresh(80)))
         return requests
 
     def requests(self, chats: int = 12, agents: int = 3, documents: int = 20) -> Iterator[Request]:
         """All sessions, one request at a time; a session is likely to be followed by itself."""
-        shared = self._fresh(2000)
-        sessions = [self._chat(8, shared if i % 2 else self._fresh(500)) for i in range(chats)]
-        sessions += [self._agent(15) for _ in range(agents)]
+        shared = self.fresh(2000)
+        sessions = [self.chat(8, shared if i % 2 else self.fresh(500)) for i in range(chats)]
+        sessions += [self.agent(15) for _ in range(agents)]
         for _ in range(documents):
             length = self._random.randint(2000, 6000)
-            messages = [Message("system", self._fresh(300)), Message("user", self._fresh(length))]
-            sessions.append([self._request(messages, self._fresh(300), self._fresh(200))])
+            messages = [Message("system", self.fresh(300)), Message("user", self.fresh(length))]
+            sessions.append([self.request(messages, self.fresh(300), self.fresh(200))])
         weights = [self._random.paretovariate(1.2) for _ in sessions]
         done = [0] * len(sessions)
         last = -1
