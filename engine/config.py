@@ -271,7 +271,9 @@ def parse_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     _check_ratio(text, "num_attention_heads", config.num_attention_heads, config.num_key_value_heads)
     _check_ratio(text, "linear_num_value_heads", config.linear_num_value_heads, config.linear_num_key_heads)
     if config.vision is not None and config.vision.out_hidden_size != config.hidden_size:
-        raise top.section("vision_config").error("out_hidden_size", f"the text model's hidden size {config.hidden_size}")
+        raise top.section("vision_config").error(
+            "out_hidden_size", f"the text model's hidden size {config.hidden_size}"
+        )
     return config
 
 

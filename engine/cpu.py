@@ -158,7 +158,7 @@ class CpuEngine:
         return self._keep(ffi.from_buffer("float[]", np.ascontiguousarray(array, np.float32)))
 
     def _fill(self, target: Any, matrix: Matrix) -> None:
-        data = dequantize_q4(matrix.data) if matrix.packed and self._unpack else matrix.data
+        data = dequantize_q4(matrix.data.view(np.uint8)) if matrix.packed and self._unpack else matrix.data
         target.dtype = lib.FM_Q4 if data.dtype == np.uint8 else lib.FM_F32
         target.rows, target.cols = matrix.rows, matrix.cols
         target.data = self._keep(ffi.from_buffer(data))
@@ -200,7 +200,8 @@ class CpuEngine:
 def inverse_frequency(rotary_dim: int, theta: float) -> Float32Array:
     """theta^(-2j / rotary_dim), float32 [rotary_dim / 2], rounded step by step as the official implementation does."""
     exponent = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
-    return (np.float32(1.0) / np.power(np.float32(theta), exponent)).astype(np.float32)
+    frequency: Float32Array = np.float32(1.0) / np.power(np.float32(theta), exponent)
+    return frequency
 
 
 def rotary_axes(sections: tuple[int, int, int]) -> list[int]:

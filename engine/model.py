@@ -5,7 +5,7 @@ Knows weights, states and the C engine; nothing of requests, text or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -44,35 +44,51 @@ class Model:
         state: SequenceState,
         token_ids: Int32Array,
         positions: Int32Array | None = None,
-        *,
-        after_layer: Callable[[int, int], None] | None = None,
         embeddings: Sequence[tuple[int, Float32Array]] = (),
     ) -> Float32Array:
-        """Append a segment of at least one token; float32 [vocab] logits at its last token.
+        """`prefill_steps` without a stop; float32 [vocab] logits at the last token."""
+        steps = self.prefill_steps(state, token_ids, positions, embeddings)
+        try:
+            while True:
+                next(steps)
+        except StopIteration as end:
+            logits: Float32Array = end.value
+            return logits
 
-        positions: int32 [n, 3], by default those of text behind the state. embeddings: (index in the segment, rows
-        float32 [k, hidden]) that replace the tokens' own. after_layer(tokens of earlier passes + this one, layers run
-        of this pass) may raise: the state must then be dropped.
+    def prefill_steps(
+        self,
+        state: SequenceState,
+        token_ids: Int32Array,
+        positions: Int32Array | None = None,
+        embeddings: Sequence[tuple[int, Float32Array]] = (),
+    ) -> Generator[int, None, Float32Array]:
+        """Append a segment of at least one token; returns float32 [vocab] logits at its last token.
+
+        Yields after each layer how far the segment is, in tokens. If the generator is left early the state must be
+        dropped. positions: int32 [n, 3], by default those of text behind the state. embeddings: (index in the segment,
+        rows float32 [k, hidden]) that take the place of the tokens' own.
         """
         ids = np.ascontiguousarray(token_ids, np.int32)
         if positions is None:
             positions = text_positions(state.position + state.rope_delta, len(ids))
         where = np.ascontiguousarray(positions, np.int32)
-        row = 0
+        layers, size = self.config.num_hidden_layers, 0
         for begin in range(0, len(ids), self.pass_tokens):
-            end = min(begin + self.pass_tokens, len(ids))
-            self.cpu.begin(ids[begin:end], where[begin:end])
-            for start, rows in embeddings:
-                first, last = max(start, begin), min(start + len(rows), end)
-                if first < last:
-                    self.cpu.hidden[first - begin : last - begin] = rows[first - start : last - start]
-            for layer in range(self.config.num_hidden_layers):
+            size = min(self.pass_tokens, len(ids) - begin)
+            self.cpu.begin(ids[begin : begin + size], where[begin : begin + size])
+            self._replace_embeddings(embeddings, begin, size)
+            for layer in range(layers):
                 self.cpu.layers(state, layer, layer + 1, recurrent=False)
-                if after_layer is not None:
-                    after_layer(end, layer + 1)
-            state.position += end - begin
-            row = end - begin - 1
-        return self.cpu.logits(row)
+                if layer == layers - 1:
+                    state.position += size
+                yield begin + size * (layer + 1) // layers
+        return self.cpu.logits(size - 1)
+
+    def _replace_embeddings(self, embeddings: Sequence[tuple[int, Float32Array]], begin: int, size: int) -> None:
+        for start, rows in embeddings:
+            first, last = max(start, begin), min(start + len(rows), begin + size)
+            if first < last:
+                self.cpu.hidden[first - begin : last - begin] = rows[first - start : last - start]
 
     def decode(self, state: SequenceState, token_id: int) -> Float32Array:
         """Append one generated token; float32 [vocab] logits for the next."""

@@ -203,9 +203,7 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
     weights = Weights(
         config=config,
         embed=binder.matrix(f"{prefix}embed_tokens.weight", rows, hidden),
-        layers=tuple(
-            _layer(binder, f"{prefix}layers.{i}.", config, kind) for i, kind in enumerate(config.layer_types)
-        ),
+        layers=tuple(_layer(binder, f"{prefix}layers.{i}.", config, kind) for i, kind in enumerate(config.layer_types)),
         final_norm=binder.gain(f"{prefix}norm.weight", hidden),
         head=binder.matrix("lm_head.weight", rows, hidden),
         file=file,

@@ -1,0 +1,113 @@
+"""What lives where: processors for the threads, memory for weights, states and scratch. Decided once, at load."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import OutOfMemory
+from engine.state import PAGE_TOKENS, page_bytes, recurrent_bytes
+
+_SPARE_SHARE = 0.1  # of the memory that is free: left to everything else
+# Taken at import, before any engine pins the thread that loads it.
+_ALLOWED_CPUS = frozenset(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decision. threads: in the pool; cpus: the logical processor of each, None: not pinned. context_length:
+    tokens of prompt and output together. Sizes in bytes; weights_bytes is mapped from the file."""
+
+    threads: int
+    cpus: tuple[int, ...] | None
+    context_length: int
+    weights_bytes: int
+    recurrent_bytes: int
+    kv_bytes_per_token: int
+
+
+def place(model: ModelConfig, config: EngineConfig, weights_bytes: int) -> Placement:
+    """Decide for one sequence at a time. OutOfMemory if the context asked for does not fit, or none does."""
+    threads, cpus = choose_threads(config.threads)
+    kv_f32 = config.compute == "f32"
+    per_page = page_bytes(model, kv_f32)
+    unpacked = weights_bytes * 64 // 9 if kv_f32 and model.quantized else 0  # 32 bits for every 4.5
+    fixed = weights_bytes + unpacked + recurrent_bytes(model)
+    free = available_bytes()
+    budget = int(free * (1 - _SPARE_SHARE)) - fixed
+    wanted = config.context_length if config.context_length is not None else model.max_position_embeddings
+    wanted = min(wanted, model.max_position_embeddings)
+    fitting = budget // per_page * PAGE_TOKENS
+    if (config.context_length is not None and fitting < wanted) or fitting < PAGE_TOKENS:
+        asked = max(wanted if config.context_length is not None else 0, PAGE_TOKENS)
+        need = fixed + math.ceil(asked / PAGE_TOKENS) * per_page
+        raise OutOfMemory(f"a context of {asked} tokens needs {need} bytes with the weights; {free} are available")
+    return Placement(
+        threads=threads,
+        cpus=cpus,
+        context_length=min(wanted, fitting),
+        weights_bytes=weights_bytes,
+        recurrent_bytes=recurrent_bytes(model),
+        kv_bytes_per_token=per_page // PAGE_TOKENS,
+    )
+
+
+def choose_threads(wanted: int | None) -> tuple[int, tuple[int, ...] | None]:
+    """(threads, processors to pin them to). By default one thread per physical core that the process may use, fewer
+    under a CPU quota. Nothing is pinned when threads and cores do not correspond one to one: under a quota the
+    scheduler must be free to choose, and extra threads must share."""
+    cores = physical_cpus(_ALLOWED_CPUS)
+    quota = cpu_quota()
+    if wanted is None:
+        wanted = len(cores) if quota is None else max(1, min(len(cores), math.floor(quota)))
+    pinned = quota is None and wanted <= len(cores)
+    return wanted, cores[:wanted] if pinned else None
+
+
+def physical_cpus(allowed: Iterable[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:
+    """One logical processor of each physical core, ascending: the first of its hyper-threads that is allowed. All
+    allowed ones where the topology is not told."""
+    first_of_core: dict[str, int] = {}
+    for cpu in sorted(allowed):
+        try:
+            siblings = (root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(cpu)
+        first_of_core.setdefault(siblings, cpu)
+    return tuple(first_of_core.values())
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Processors' worth of time that the control group allows, None if unlimited."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return quota_us / period_us if quota_us > 0 else None
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that may be used without swapping: the system's, or what the control group leaves. File pages in
+    memory count as available, so a mapped checkpoint must be budgeted for by its size."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return free
+    if limit == "max":
+        return free
+    reclaimable = int(statistics.get("file", 0))
+    return min(free, max(0, int(limit) - used + reclaimable))
