@@ -133,6 +133,11 @@ class CpuEngine:
         token: int = lib.fm_sample(self._live(), buffer, len(logits), temperature, top_k, top_p, min_p, uniform)
         return token
 
+    @property
+    def handle(self) -> Any:
+        """The fm_engine in C, for calls that are not part of running the model (calibration looks inside)."""
+        return self._live()
+
     def _live(self) -> Any:
         if self._engine == ffi.NULL:
             raise KernelError("the engine is closed")
