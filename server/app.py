@@ -16,6 +16,8 @@ from engine.engine import Engine
 from engine.tokenizer import Tokenizer
 from server.config import ServerConfig
 from server.errors import ApiError
+from server.generation import ChoiceBuilder
+from server.logprobs import TokenNames
 from server.prompt import GenerationDefaults, PromptBuilder
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
 from server.template import ChatTemplate
@@ -109,7 +111,8 @@ def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[Grac
     worker = EngineWorker(lambda: Engine.load(directory, engine_config), max_queued=config.queue_size)
     service = Service(
         worker=worker,
-        prompts=prompts,
+        choices=ChoiceBuilder(prompts, (directory / "tokenizer.json").read_text("utf-8")),
+        tokens=TokenNames(tokenizer),
         model=config.served_model_name,
         keep_alive_s=config.keep_alive_s,
         max_body_bytes=config.max_body_bytes,

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core import Progress
+from engine.core import Progress, TokenLogprobs
 from server import sse
 from server.errors import to_api_error
+from server.logprobs import TokenNames
 from server.textstream import TextDelta
 from server.toolcalls import ToolCallDelta
 from server.worker import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Started
@@ -55,9 +56,18 @@ class UsageCount:
 class ChatStream:
     """Events of one job to the bytes of its event stream."""
 
-    def __init__(self, head: AnswerHead, usage: UsageCount, *, include_usage: bool, return_progress: bool) -> None:
+    def __init__(
+        self,
+        head: AnswerHead,
+        usage: UsageCount,
+        *,
+        include_usage: bool,
+        return_progress: bool,
+        tokens: TokenNames,
+    ) -> None:
         self._head = head
         self._usage = usage
+        self._tokens = tokens
         self._include_usage = include_usage
         self._return_progress = return_progress
 
@@ -71,7 +81,7 @@ class ChatStream:
             case Progress():
                 return self._progress(event) if self._return_progress else b""
             case Deltas():
-                return b"".join(self._choice(event.index, _delta(delta)) for delta in event.deltas)
+                return self._deltas(event)
             case ChoiceFinished():
                 self._usage.add(event)
                 return self._choice(event.index, {}, event.reason)
@@ -94,8 +104,23 @@ class ChatStream:
             }
         )
 
-    def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        return self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}])
+    def _choice(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        return self._event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _deltas(self, event: Deltas) -> bytes:
+        if not event.logprobs:
+            return b"".join(self._choice(event.index, _delta(delta)) for delta in event.deltas)
+        # Tokens and pieces of text do not match one to one; all that came since the last piece go with the first.
+        first, *rest = [_delta(delta) for delta in event.deltas] or [{"content": ""}]
+        logprobs = self._tokens.chat_logprobs(event.logprobs)
+        head = self._choice(event.index, first, logprobs=logprobs)
+        return head + b"".join(self._choice(event.index, delta) for delta in rest)
 
     def _progress(self, progress: Progress) -> bytes:
         return self._event(
@@ -132,15 +157,17 @@ class _Choice:
     content: str = ""
     reasoning: str = ""
     calls: list[_Call] = field(default_factory=list)
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     reason: str | None = None
 
 
 class ChatAnswer:
     """Collects the events of one job into one `chat.completion` object."""
 
-    def __init__(self, head: AnswerHead, usage: UsageCount) -> None:
+    def __init__(self, head: AnswerHead, usage: UsageCount, tokens: TokenNames) -> None:
         self._head = head
         self._usage = usage
+        self._tokens = tokens
         self._choices = [_Choice() for _ in range(head.choices)]
 
     def add(self, event: JobEvent) -> None:
@@ -149,6 +176,7 @@ class ChatAnswer:
             self._usage.add(event)
             self._choices[event.index].reason = event.reason
         elif isinstance(event, Deltas):
+            self._choices[event.index].logprobs.extend(event.logprobs)
             for delta in event.deltas:
                 _append(self._choices[event.index], delta)
 
@@ -160,7 +188,12 @@ class ChatAnswer:
             "created": self._head.created,
             "model": self._head.model,
             "choices": [
-                {"index": index, "message": _message(choice), "logprobs": None, "finish_reason": choice.reason}
+                {
+                    "index": index,
+                    "message": _message(choice),
+                    "logprobs": self._tokens.chat_logprobs(choice.logprobs) if choice.logprobs else None,
+                    "finish_reason": choice.reason,
+                }
                 for index, choice in enumerate(self._choices)
             ],
             "usage": self._usage.wire(),

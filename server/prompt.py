@@ -27,7 +27,7 @@ from server.schema import (
     TextPart,
 )
 from server.template import ChatTemplate, SpecialTextGuard
-from server.toolcalls import CALL_START, decode_arguments
+from server.toolcalls import decode_arguments
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -99,8 +99,6 @@ class PromptBuilder:
         self.defaults = defaults
         self._template = template
         self._turn_start = tokenizer.added_tokens.get(TURN_START)
-        self.think_end = tuple(tokenizer.encode(THINK_END, allow_special=True))
-        self.tool_start = tuple(tokenizer.encode(CALL_START, allow_special=True))
 
     def chat(self, request: ChatCompletionRequest) -> ChatPrompt:
         """Render and encode the messages of `request`. Raises RequestError (400) for what cannot be rendered."""

@@ -9,19 +9,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from engine.core import GenerationRequest
 from server import answering
 from server.chatwire import AnswerHead, ChatAnswer, ChatStream, UsageCount
-from server.errors import ApiError, invalid, unsupported
-from server.prompt import PromptBuilder, output_limit, stop_strings
+from server.errors import ApiError, invalid
+from server.generation import ChoiceBuilder
+from server.logprobs import TokenNames
 from server.schema import ChatCompletionRequest, parse_request, reject_unsupported, unknown_fields
-from server.textstream import TextStream
-from server.toolcalls import ToolCallParser
 from server.transport import REST_OF_PATH, read_body, record_of, send_json
 from server.worker import Choice, EngineWorker, Job
 
@@ -53,7 +51,8 @@ class Service:
     """
 
     worker: EngineWorker
-    prompts: PromptBuilder
+    choices: ChoiceBuilder
+    tokens: TokenNames
     model: str
     keep_alive_s: float
     max_body_bytes: int
@@ -99,10 +98,11 @@ class ChatCompletions:
                 usage,
                 include_usage=request.include_usage,
                 return_progress=bool(request.return_progress),
+                tokens=service.tokens,
             )
             await answering.stream(service.worker, job, stream, record, receive, send, service.keep_alive_s)
         else:
-            answer = ChatAnswer(head, usage)
+            answer = ChatAnswer(head, usage, service.tokens)
             await answering.whole(service.worker, job, answer, record, receive, send, service.keep_alive_s)
 
     def _prepare(self, body: bytes, request_id: str) -> tuple[ChatCompletionRequest, list[Choice]]:
@@ -115,58 +115,7 @@ class ChatCompletions:
         if request.stream_options is not None and not request.stream:
             raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         service.worker.check_admission()
-        _reject_missing_features(request)
-        stops = stop_strings(request.stop)
-        chat = service.prompts.chat(request)
-        generation = service.prompts.generation_request(
-            request,
-            chat.prompt,
-            request_id=request_id,
-            max_tokens=output_limit(request),
-            context_length=service.worker.context_length,
-        )
-        choices: list[Choice] = []
-        for index in range(request.n or 1):
-            stream = TextStream(
-                service.prompts.tokenizer.token_bytes,
-                think_end=service.prompts.think_end,
-                in_reasoning=chat.in_reasoning,
-                stops=stops,
-                tools=_tool_parser(request),
-                tool_start=service.prompts.tool_start,
-            )
-            choices.append((_variant(generation, index), stream))
-        return request, choices
-
-
-def _variant(generation: GenerationRequest, index: int) -> GenerationRequest:
-    """The generation of choice `index`: a fixed seed must not make all choices the same."""
-    seed = generation.sampling.seed
-    if seed is None or index == 0:
-        return generation
-    return replace(generation, sampling=replace(generation.sampling, seed=(seed + index) % 2**63))
-
-
-def _tool_parser(request: ChatCompletionRequest) -> ToolCallParser | None:
-    if not request.tools:
-        return None
-    return ToolCallParser(
-        {tool.function.name: tool.function.parameters for tool in request.tools},
-        parallel=request.parallel_tool_calls is not False,
-        report=request.tool_choice != "none",
-    )
-
-
-def _reject_missing_features(request: ChatCompletionRequest) -> None:
-    """Fields of the schema that are typed but not served: refused by name unless they ask for nothing."""
-    if request.logprobs or request.top_logprobs:
-        raise unsupported("logprobs" if request.logprobs else "top_logprobs")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "Only 'none' and 'auto' are.")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise unsupported("response_format")
-    if request.thinking_token_budget is not None:
-        raise unsupported("thinking_token_budget")
+        return request, service.choices.chat(request, request_id, service.worker.context_length)
 
 
 class ModelsList:

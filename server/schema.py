@@ -93,7 +93,9 @@ class Message(WireModel):
 
 
 class FunctionDefinition(WireModel):
-    name: str = Field(min_length=1, max_length=256)
+    """Names go into the call syntax as they are, so brackets and line breaks have no place in them."""
+
+    name: str = Field(min_length=1, max_length=256, pattern=r"^[^<>\r\n]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -148,6 +150,16 @@ class ResponseFormat(WireModel):
     json_schema: JsonSchemaFormat | None = None
 
 
+class StructuredOutputs(WireModel):
+    """What the output must be, for those who want more than JSON; at most one field may be set."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: str | None = None
+    structural_tag: Any = None
+
+
 class StreamableRequest(WireModel):
     """What every generating endpoint shares."""
 
@@ -181,6 +193,7 @@ class ChatCompletionRequest(StreamableRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -217,7 +230,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
-    "structured_outputs": (None,),
     "grammar": (None, ""),
     "json_schema": (None, {}),
     "regex": (None, ""),

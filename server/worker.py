@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from engine.core import FinishReason, GenerationRequest, Progress, TokenResult
+from engine.core import FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
 from engine.errors import Cancelled, FermionError, KernelError
 from server.errors import ApiError
 from server.textstream import Delta, TextStream
@@ -61,10 +61,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """New text of choice `index`."""
+    """New text of choice `index`. logprobs: (token id, log-probabilities) of the answer tokens behind it, if asked."""
 
     index: int
     deltas: Sequence[Delta]
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +344,7 @@ class EngineWorker:
         self, engine: GeneratingEngine, job: Job, index: int, request: GenerationRequest, stream: TextStream
     ) -> None:
         tokens, cached = 0, 0
+        logprobs: list[tuple[int, TokenLogprobs]] = []
         reason = FinishReason.LENGTH
         steps = engine.generate(request, lambda: job.is_cancelled)
         try:
@@ -357,8 +359,12 @@ class EngineWorker:
                 job.state = JobState.DECODE
                 tokens += 1
                 job.completion_tokens += 1
-                if step.token_id not in request.stop_token_ids and (deltas := stream.feed(step.token_id)):
-                    job.post(Deltas(index, deltas))
+                if step.token_id not in request.stop_token_ids:
+                    if step.logprobs is not None and not stream.in_reasoning:
+                        logprobs.append((step.token_id, step.logprobs))
+                    if deltas := stream.feed(step.token_id):
+                        job.post(Deltas(index, deltas, logprobs))
+                        logprobs = []
                 if step.finish_reason is not None:
                     reason = step.finish_reason
                 if stream.stopped:
@@ -368,8 +374,9 @@ class EngineWorker:
                     raise Cancelled("The request was withdrawn.")
         finally:
             steps.close()
-        if deltas := stream.finish(truncated=reason is FinishReason.LENGTH):
-            job.post(Deltas(index, deltas))
+        deltas = stream.finish(truncated=reason is FinishReason.LENGTH)
+        if deltas or logprobs:
+            job.post(Deltas(index, deltas, logprobs))
         called = stream.has_tool_calls and reason is FinishReason.STOP
         job.post(
             ChoiceFinished(index, "tool_calls" if called else reason.value, tokens, stream.reasoning_tokens, cached)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 
-from engine.core import FinishReason, GenerationRequest, Progress, TokenResult
+import numpy as np
+
+from engine.core import FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
 from engine.errors import Cancelled
 from engine.tokenizer import Tokenizer
 
@@ -16,7 +18,7 @@ class FakeEngine:
     """Says `reply(request)`, then the first stop token.
 
     Prefill goes in `layers` steps of `layer_s` seconds; every token takes `token_s` seconds. `cached` tokens of each
-    prompt count as reused. What happened is kept in `requests`, `outcomes` and `computed_tokens`.
+    prompt count as reused; constraints are obeyed. `requests`, `outcomes` and `computed_tokens` say what happened.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, context_length: int = 4096) -> None:
@@ -33,6 +35,7 @@ class FakeEngine:
         self.computed_tokens = 0
         self.active = 0
         self.is_closed = False
+        self._rng = np.random.default_rng(1)
 
     def say(self, text: str) -> None:
         """Answer every request with `text`; special-token strings in it become the tokens."""
@@ -75,18 +78,36 @@ class FakeEngine:
             yield Progress(total, cached, done, time.monotonic() - started)
 
     def _decode(self, request: GenerationRequest, cancelled: Callable[[], bool]) -> Generator[TokenResult, None, None]:
-        ids = [*self.reply(request), min(request.stop_token_ids)]
-        for count, token in enumerate(ids[: request.max_tokens], 1):
+        script = [*self.reply(request), min(request.stop_token_ids)]
+        for count in range(1, request.max_tokens + 1):
             self._work(self.token_s, cancelled)
             self.computed_tokens += 1
+            token = self._choose(request, script)
             reason = None
             if token in request.stop_token_ids:
                 reason = FinishReason.STOP
             elif count == request.max_tokens:
                 reason = FinishReason.LENGTH
-            yield TokenResult(token, reason)
+            yield TokenResult(token, reason, self._logprobs(request, token))
             if reason is not None:
                 return
+
+    def _choose(self, request: GenerationRequest, script: list[int]) -> int:
+        """The script's next token where the constraint allows it, else a stop token, else any allowed one."""
+        mask = None if request.constraint is None else request.constraint.allowed()
+        if mask is None or mask[script[0]]:
+            token = script.pop(0) if len(script) > 1 else script[0]
+        else:
+            stops = [stop for stop in request.stop_token_ids if mask[stop]]
+            token = stops[0] if stops else int(self._rng.choice(np.flatnonzero(mask)))
+        if request.constraint is not None:
+            request.constraint.accept(token)
+        return token
+
+    def _logprobs(self, request: GenerationRequest, token: int) -> TokenLogprobs | None:
+        if request.top_logprobs is None:
+            return None
+        return TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(request.top_logprobs)))
 
     def _work(self, seconds: float, cancelled: Callable[[], bool]) -> None:
         if seconds:

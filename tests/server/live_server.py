@@ -20,6 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.tokenizer import Tokenizer
 from server.app import GracefulServer, create_app
+from server.generation import ChoiceBuilder
+from server.logprobs import TokenNames
 from server.prompt import GenerationDefaults, PromptBuilder
 from server.routes import Service
 from server.template import ChatTemplate
@@ -102,7 +104,12 @@ def start(
     worker = EngineWorker(lambda: engine, max_queued=queue_size)
     prompts = PromptBuilder(tokenizer, ChatTemplate.load(directory), GenerationDefaults.load(directory))
     service = Service(
-        worker=worker, prompts=prompts, model=MODEL, keep_alive_s=keep_alive_s, max_body_bytes=max_body_bytes
+        worker=worker,
+        choices=ChoiceBuilder(prompts, (directory / "tokenizer.json").read_text("utf-8")),
+        tokens=TokenNames(tokenizer),
+        model=MODEL,
+        keep_alive_s=keep_alive_s,
+        max_body_bytes=max_body_bytes,
     )
     app = create_app(service, api_keys=tuple(api_keys), cors_origins=tuple(cors_origins))
     listener = socket.create_server(("127.0.0.1", 0))

@@ -251,8 +251,6 @@ def test_markup_without_tools_is_text(live: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True),
-        ("response_format", {"type": "json_object"}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("web_search_options", {}),

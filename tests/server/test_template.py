@@ -88,7 +88,7 @@ def with_text(text: str) -> ChatCompletionRequest:
         {"role": "assistant", "content": "", "reasoning_content": text, "tool_calls": [
             {"type": "function", "id": "1", "function": {"name": "f", "arguments": {}}}]},
         {"role": "tool", "tool_call_id": "1", "content": text},
-        tools=[{"type": "function", "function": {"name": text[:200], "description": text,
+        tools=[{"type": "function", "function": {"name": "f", "description": text,
                                                  "parameters": {"type": "object", "properties": {text: {}}}}}],
     )  # fmt: skip
 

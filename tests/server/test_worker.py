@@ -170,7 +170,7 @@ def test_random_disconnects_leave_nothing_behind(start_server: Starter, caplog: 
                 open_connections.pop(rng.randrange(len(open_connections))).drop(reset=rng.random() < 0.5)
         for connection in open_connections:
             connection.drop()
-        wait_until(lambda: is_idle(live))
+        wait_until(lambda: is_idle(live) and not live.server.server_state.tasks)
         assert right_answer(live, f"after the storm {count}")
 
     def settled_memory() -> int:
@@ -190,10 +190,10 @@ def test_random_disconnects_leave_nothing_behind(start_server: Starter, caplog: 
         before = settled_memory()
         for _ in range(4):
             storm(60)
-        growth = settled_memory() - before
+        # Timers of closed connections hold them for some seconds; a leak would stay.
+        wait_until(lambda: settled_memory() - before < 50_000, 15)
     finally:
         tracemalloc.stop()
-    assert growth < 100_000
     assert threading.active_count() <= threads
     assert live.engine.active == 0
 
@@ -204,7 +204,7 @@ def test_overload_burst_then_right_answers(start_server: Starter) -> None:
     with ThreadPoolExecutor(16) as pool:
         statuses = list(pool.map(lambda i: post(live, chat_body(f"burst {i}")).status, range(200)))
     assert set(statuses) == {200, 429}
-    wait_until(lambda: is_idle(live))
+    wait_until(lambda: is_idle(live) and not live.server.server_state.tasks)
     assert all(right_answer(live, f"calm {index}") for index in range(5))
 
 
