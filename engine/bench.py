@@ -115,7 +115,9 @@ class _Bench:
             raise ConfigError(f"{needed} tokens do not fit the context window of {self._engine.context_length}")
         self._rates: list[float] = []
         try:
-            self._probe: BandwidthProbe | None = BandwidthProbe(self.inventory.tier, self.inventory.threads)
+            self._probe: BandwidthProbe | None = BandwidthProbe(
+                self.inventory.tier, self.inventory.threads, self.inventory.pinned_to
+            )
         except OutOfMemory:
             self._probe = None
 
@@ -129,8 +131,7 @@ class _Bench:
 
     def run(self, context: int, tokens: int, seed: int) -> Iterator[tuple[float, TokenResult]]:
         """Generate greedily after a random prompt; each token with the time when it was there."""
-        vocabulary = self.inventory.model.vocab_size
-        ids = np.random.default_rng(seed).integers(0, vocabulary, context, dtype=np.int32)
+        ids = np.random.default_rng(seed).integers(0, self._engine.vocab_size, context, dtype=np.int32)
         request = GenerationRequest("bench", Prompt(ids), tokens, SamplingParams(temperature=0.0))
         for event in self._engine.generate(request, lambda: False):
             if isinstance(event, TokenResult):

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
-from engine.cpu import choose_threads, choose_tier
+from engine.cpu import resolve_tier
+from engine.placement import available_bytes, choose_threads
+from engine.state import PAGE_TOKENS, page_bytes, recurrent_bytes
 from engine.weights import StoredTensor, Weights, load_weights
 
-PAGE_TOKENS = 64
 _TRANSPARENT_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 # The first pattern that a tensor's name contains decides its part.
@@ -67,6 +68,7 @@ class Inventory:
     context_length: int
     tier: str
     threads: int
+    pinned_to: tuple[int, ...] | None
     transparent_huge_pages: str
     memory_available: int
 
@@ -111,7 +113,7 @@ class Inventory:
 
     def _part_lines(self) -> list[str]:
         rows = [(part.name, part.tensors, part.nbytes, part.token_bytes) for part in self.parts]
-        rows.append(("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))))
+        rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), sum(row[3] for row in rows)))
         head = f"{'part':<18}{'tensors':>8}{'bytes':>18}{'read per token':>18}"
         return [head, *(f"{name:<18}{count:>8}{size:>18,}{read:>18,}" for name, count, size, read in rows)]
 
@@ -124,7 +126,8 @@ class Inventory:
             f"memory       {_size(self.weight_bytes + state)} needed, {_size(self.memory_available)} available",
             f"decode       moves {_size(self.decode_bytes(0))} per token, at {self.context_length} tokens "
             f"{_size(self.decode_bytes(self.context_length))}",
-            f"kernels      {self.tier}, {self.threads} thread{'s' if self.threads != 1 else ''}",
+            f"kernels      {self.tier}, {self.threads} thread{'s' if self.threads != 1 else ''}, "
+            + ("not pinned" if self.pinned_to is None else f"on processors {', '.join(map(str, self.pinned_to))}"),
             f"huge pages   transparent: {self.transparent_huge_pages}",
         ]
 
@@ -132,16 +135,18 @@ class Inventory:
 def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
     """Look at a checkpoint as an engine with `config` would use it. Raises ModelFileError, ConfigError."""
     weights = load_weights(directory, ModelConfig.load(directory))
+    threads, pinned_to = choose_threads(config.threads)
     return Inventory(
         directory=str(directory),
         model=weights.config,
         parts=parts_of(weights),
-        sequence=sequence_of(weights.config, kv_item_bytes=4 if config.compute == "f32" else 2),
+        sequence=sequence_of(weights.config, kv_f32=config.compute == "f32"),
         context_length=config.context_length or weights.config.max_position_embeddings,
-        tier=choose_tier(config.simd_tier),
-        threads=choose_threads(config.threads),
+        tier=resolve_tier(config.simd_tier),
+        threads=threads,
+        pinned_to=pinned_to,
         transparent_huge_pages=_transparent_huge_pages(),
-        memory_available=available_memory(),
+        memory_available=available_bytes(),
     )
 
 
@@ -157,18 +162,9 @@ def parts_of(weights: Weights) -> tuple[Part, ...]:
     )
 
 
-def sequence_of(config: ModelConfig, kv_item_bytes: int) -> Sequence:
-    """State of one sequence: see simd_src/model_api.h, fm_sequence."""
-    matrix = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-    per_layer = 4 * (matrix + 3 * config.conv_channels)
-    kv = config.attention_layers * 2 * config.num_key_value_heads * config.head_dim * kv_item_bytes
-    return Sequence(config.delta_layers * per_layer, kv)
-
-
-def available_memory() -> int:
-    """Bytes that programs can have without swapping; the page cache counts, since it gives way."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+def sequence_of(config: ModelConfig, *, kv_f32: bool) -> Sequence:
+    """State of one sequence."""
+    return Sequence(recurrent_bytes(config), page_bytes(config, kv_f32) // PAGE_TOKENS)
 
 
 def _part_name(tensor: str) -> str:

@@ -7,15 +7,14 @@ within minutes, so it is taken beside each figure and never remembered.
 from __future__ import annotations
 
 import mmap
-import re
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from engine._simd import ffi, lib
 from engine.errors import KernelError, OutOfMemory
+from engine.placement import available_bytes
 
 BLOCK_BYTES = 576 << 10  # an expert's down projection at the real shape
 BUFFER_BYTES = 2048 * BLOCK_BYTES  # 1.1 GiB: far beyond any cache
@@ -29,7 +28,7 @@ class BandwidthProbe:
     """
 
     def __init__(self, tier: str, threads: int, cpus: Sequence[int] | None = None, nbytes: int = BUFFER_BYTES) -> None:
-        available = _available_bytes()
+        available = available_bytes()
         if 2 * nbytes > available:
             raise OutOfMemory(f"the bandwidth probe reads {nbytes:,} bytes, {available:,} bytes are available")
         self._tier, self._threads = tier, threads
@@ -42,16 +41,10 @@ class BandwidthProbe:
         """Median over `passes` reads of the whole buffer, in 10^9 bytes per second. KernelError if it cannot run."""
         nbytes = len(self._memory)
         data = ffi.from_buffer("char[]", self._memory)
-        seconds = [
+        seconds: list[float] = [
             lib.fm_probe_read(self._tier.encode(), self._threads, self._cpus, data, nbytes, BLOCK_BYTES)
             for _ in range(passes)
         ]
         if min(seconds) <= 0:
             raise KernelError(f"the bandwidth probe cannot run tier {self._tier!r} on {self._threads} threads here")
         return nbytes / statistics.median(seconds) / 1e9
-
-
-def _available_bytes() -> int:
-    """Memory that programs can have without swapping; the page cache counts, since it gives way."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
