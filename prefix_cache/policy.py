@@ -33,8 +33,8 @@ _SAME_PLACE = 8
 class Cuts(StrEnum):
     """Which positions give a state whose bits do not depend on how the prefill was cut.
 
-    CANONICAL: only the canonical cuts. GRID: also multiples of 64 (batch-invariant matmul, chunked delta rule).
-    ANY: every position (kernels that treat each token alike).
+    CANONICAL: only the canonical cuts. GRID: also every 64 tokens after a cut (batch-invariant matmul; a delta rule
+    that works in chunks of 64 from the start of a segment). ANY: every position (kernels that treat each token alike).
     """
 
     CANONICAL = "canonical"
@@ -101,9 +101,7 @@ def snap(position: int, cuts: Sequence[int], mode: Cuts) -> int:
     """The deepest exact position <= `position`; 0 if there is none. cuts: from `canonical_cuts`."""
     if mode is Cuts.ANY:
         return position
-    index = bisect.bisect_right(cuts, position)
-    best = cuts[index - 1] if index else 0
-    return max(best, position // PAGE_TOKENS * PAGE_TOKENS) if mode is Cuts.GRID else best
+    return _grid_floor(position, cuts) if mode is Cuts.GRID else _last_cut(position, cuts)
 
 
 def plan(
@@ -140,20 +138,20 @@ def plan(
     for end in [*points, tokens]:
         gap = SEGMENT_TOKENS
         while gap < end - start:
-            want(_page_floor(end - gap, start), Kind.INTERIOR)
+            want(_grid_floor(end - gap, cuts), Kind.INTERIOR)
             gap *= 2
         start = end
     last_start = max((p for p in points if p < content_end), default=0)
     if content_end - last_start > SEGMENT_TOKENS:
         for gap in TAIL_GAPS:
-            tail.add(want(_page_floor(content_end - gap, last_start), Kind.INTERIOR))
+            tail.add(want(_grid_floor(content_end - gap, cuts), Kind.INTERIOR))
     for index, point in enumerate(points):
         if point != generation:
             want(_cut_behind(point, cuts), Kind.SYSTEM if index == 0 else Kind.MESSAGE)
     if generation is not None:
         want(generation, Kind.GENERATION)
     if matched > resume + PAGE_TOKENS:
-        want(matched // PAGE_TOKENS * PAGE_TOKENS, Kind.BRANCH)
+        want(_grid_floor(matched, cuts), Kind.BRANCH)
 
     chosen: list[Placement] = []
     last = resume
@@ -184,7 +182,13 @@ def _cut_behind(position: int, cuts: Sequence[int]) -> int:
     return cuts[index] if index < len(cuts) and cuts[index] <= position + _SAME_PLACE else position
 
 
-def _page_floor(position: int, above: int) -> int:
-    """`position` rounded down to a page, unless that leaves the message it lies in."""
-    floor = position // PAGE_TOKENS * PAGE_TOKENS
-    return floor if floor > above else position
+def _last_cut(position: int, cuts: Sequence[int]) -> int:
+    index = bisect.bisect_right(cuts, position)
+    return cuts[index - 1] if index else 0
+
+
+def _grid_floor(position: int, cuts: Sequence[int]) -> int:
+    """`position` rounded down to a whole number of chunks after the last cut. Used in every mode: two prompts often
+    share a few tokens by chance, so the exact place where they part is not where a third one parts."""
+    cut = _last_cut(position, cuts)
+    return cut + (position - cut) // PAGE_TOKENS * PAGE_TOKENS
