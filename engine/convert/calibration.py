@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.convert.quantize import inverse_factor
-from engine.convert.safetensors import PADDING_PREFIX, TensorEntry, TensorInfo, build_header, read_header
+from engine.convert.safetensors import PADDING_PREFIX, TensorEntry, TensorInfo, build_header, padded_bytes, read_header
 from engine.convert.sources import FloatSource, file_identity
 from engine.core import Float32Array
 from engine.errors import ModelFileError
@@ -89,6 +89,8 @@ class Calibration:
 
     def _statistic(self, tensor: str, matrix: int, kind: str) -> Float32Array | None:
         name = f"{point_of(tensor)}.{kind}"
+        if name not in self._entries:  # a correlation for each expert may have been too big to record
+            name = name.replace("expert_input", "moe_input")
         entry = self._entries.get(name)
         if entry is None:
             return None
@@ -113,15 +115,39 @@ def point_of(tensor: str) -> str | None:
     return match[1] + POINTS[match[2]]
 
 
+class CalibrationWriter:
+    """Writes a calibration file piece by piece; it appears under its name when `commit` is called."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """shapes: of every statistic that will be written."""
+        header, self._offsets = build_header([TensorInfo(n, "F32", shape) for n, shape in shapes.items()], METADATA)
+        self._shapes = dict(shapes)
+        self._path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._file = self._partial.open("wb")
+        self._file.write(header)
+        self._file.truncate(len(header) + padded_bytes(TensorInfo(n, "F32", shape) for n, shape in shapes.items()))
+
+    def write(self, name: str, values: Float32Array) -> None:
+        """One statistic, of the shape announced."""
+        assert values.shape == self._shapes[name], (name, values.shape)
+        self._file.seek(self._offsets[name])
+        self._file.write(np.ascontiguousarray(values, np.float32).data)
+
+    def commit(self) -> None:
+        """Makes the file visible."""
+        self._file.close()
+        self._partial.replace(self._path)
+
+    def discard(self) -> None:
+        """Leaves nothing behind, unless it was committed."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
 def write_calibration(path: Path, statistics: Mapping[str, Float32Array]) -> None:
-    """Writes a calibration file in one go, visible only when complete."""
-    infos = [TensorInfo(name, "F32", value.shape) for name, value in statistics.items()]
-    header, offsets = build_header(infos, METADATA)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(header)
-        for info in infos:
-            file.write(bytes(offsets[info.name] - file.tell()))
-            file.write(np.ascontiguousarray(statistics[info.name], np.float32).data)
-        file.write(bytes(-file.tell() % 64))
-    partial.replace(path)
+    """Writes a calibration file in one go."""
+    writer = CalibrationWriter(path, {name: value.shape for name, value in statistics.items()})
+    for name, value in statistics.items():
+        writer.write(name, value)
+    writer.commit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -69,6 +70,66 @@ def prune(
         _convert(source, destination, options, dry_run, threads)
 
 
+Model = Annotated[Path, typer.Argument(help="Checkpoint directory, converted or published.")]
+Corpus = Annotated[Path | None, typer.Option(help="JSONL of texts or chats; default: lessons of the demo model.")]
+Samples = Annotated[int, typer.Option(min=1, help="Sequences of the corpus to use.")]
+Seed = Annotated[int, typer.Option(help="Of the demo's lessons.")]
+
+
+def calibrate(
+    model: Model,
+    output: Annotated[Path, typer.Argument(help="Calibration file to write.")],
+    corpus: Corpus = None,
+    samples: Samples = 512,
+    second_order: Annotated[
+        bool, typer.Option(help="Also record input correlations, for error feedback (large files).")
+    ] = True,
+    seed: Seed = 1,
+    threads: Threads = None,
+) -> None:
+    """Run a corpus through a model and record what quantisation and pruning need."""
+    from engine.convert.calibrate import calibrate as run
+    from engine.convert.corpus import CorpusReader, take
+    from engine.convert.forward import LONGEST, Forward
+
+    with _exit_codes():
+        reader = CorpusReader(model, LONGEST)
+        chosen = take(reader, corpus, samples, held_out=False, seed=seed)
+        loaded = Forward(model, threads)
+        try:
+            run(loaded, chosen, output, second_order=second_order, progress=ProgressLine("calibrating", None))
+        finally:
+            loaded.close()
+        typer.echo(f"wrote {output} from {sum(len(sample.token_ids) for sample in chosen)} tokens")
+
+
+def evaluate(
+    model: Model,
+    against: Annotated[Path, typer.Option(help="The reference: usually what the model was converted from.")],
+    corpus: Corpus = None,
+    samples: Samples = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    seed: Seed = 2,
+    threads: Threads = None,
+) -> None:
+    """Measure what a checkpoint lost: perplexity, KL divergence, top-1 agreement, exact answers by skill."""
+    from engine.convert.corpus import CorpusReader, take
+    from engine.convert.evaluate import compare, table
+    from engine.convert.forward import LONGEST, Forward
+
+    with _exit_codes():
+        chosen = take(CorpusReader(against, LONGEST), corpus, samples, held_out=True, seed=seed)
+        reference, candidate = Forward(against, threads), Forward(model, threads)
+        try:
+            if reference.config.vocab_size != candidate.config.vocab_size:
+                raise ConfigError(f"{model} and {against} have different vocabularies")
+            score = compare(chosen, map(reference.logits, chosen), map(candidate.logits, chosen))
+        finally:
+            candidate.close()
+            reference.close()
+        typer.echo(json.dumps(score.as_dict()) if as_json else table(score))
+
+
 def _convert(source: Path, destination: Path, options: Options, dry_run: bool, threads: int | None) -> None:
     prepared = conversion.prepare(source, options)
     typer.echo(conversion.describe(prepared))
@@ -102,17 +163,21 @@ def _exit_codes() -> Iterator[None]:
 
 
 class ProgressLine:
-    """Progress on stderr: one line redrawn on a terminal, one line per tenth elsewhere."""
+    """Progress on stderr: one line redrawn on a terminal, one line per tenth elsewhere.
 
-    def __init__(self, what: str) -> None:
+    unit: a factor and a name for what is counted ((1e-6, "MB") for bytes), or None to show no amounts.
+    """
+
+    def __init__(self, what: str, unit: tuple[float, str] | None = (1e-6, "MB")) -> None:
         self._what = what
+        self._unit = unit
         self._started = time.monotonic()
         self._first: int | None = None
         self._shown = -1.0
         self._terminal = sys.stderr.isatty()
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` bytes; the first call sets what was there before this run."""
+        """`done` of `total`; the first call sets what was there before this run."""
         if self._first is None:
             self._first = done
         fraction = done / total if total else 1.0
@@ -124,8 +189,11 @@ class ProgressLine:
         elapsed = time.monotonic() - self._started
         fresh = done - self._first
         remaining = elapsed * (total - done) / fresh if fresh else 0.0
-        amount = f"{done / 1e6:,.0f}/{total / 1e6:,.0f} MB"
-        text = f"{self._what} {fraction:6.1%}  {amount}  {elapsed:.0f} s, {remaining:.0f} s left"
+        amount = ""
+        if self._unit is not None:
+            factor, name = self._unit
+            amount = f"{done * factor:,.0f}/{total * factor:,.0f} {name}  "
+        text = f"{self._what} {fraction:6.1%}  {amount}{elapsed:.0f} s, {remaining:.0f} s left"
         end = "\n" if fraction >= 1.0 or not self._terminal else ""
         sys.stderr.write(("\r\x1b[K" if self._terminal else "") + text + end)
         sys.stderr.flush()

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config import MODEL_TYPE, ModelConfig, parse_config
+from engine.config import MODEL_TYPE, QUANTIZATION, ModelConfig, parse_config
 from engine.errors import ModelFileError
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -68,13 +68,12 @@ def untied(config: Json) -> Json:
 
 
 def geometry(path: Path, config: Json) -> ModelConfig:
-    """Sizes from a nested config; `path` is for messages. Raises ConfigError for what the engine cannot run."""
+    """Sizes from a nested config; `path` is for messages. Raises ConfigError for what cannot run in 4 bits."""
     text = config["text_config"]
     layers = text.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:  # before anything is made of that length
         raise ModelFileError(f"{path}: text_config.num_hidden_layers is {layers}, at most {MAX_LAYERS} accepted")
-    unquantized = {key: value for key, value in untied(config).items() if key != "quantization_config"}
-    return parse_config(path, unquantized)
+    return parse_config(path, {**untied(config), "quantization_config": dict(QUANTIZATION)})
 
 
 def _nest(text: Json) -> Json:

@@ -29,7 +29,7 @@ TEXT_CONFIG = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -87,15 +87,15 @@ def random_weights(*, seed: int = 0, vision: bool = True, mtp: bool = True, expe
             add(f"{prefix}self_attn.q_norm.weight", 32)
             add(f"{prefix}self_attn.k_norm.weight", 32)
         else:
-            add(f"{prefix}linear_attn.in_proj_qkv.weight", 128, hidden)
-            add(f"{prefix}linear_attn.in_proj_z.weight", 64, hidden)
+            add(f"{prefix}linear_attn.in_proj_qkv.weight", 192, hidden)
+            add(f"{prefix}linear_attn.in_proj_z.weight", 128, hidden)
             add(f"{prefix}linear_attn.in_proj_b.weight", 4, hidden)
             add(f"{prefix}linear_attn.in_proj_a.weight", 4, hidden)
-            add(f"{prefix}linear_attn.conv1d.weight", 128, 1, 4)
+            add(f"{prefix}linear_attn.conv1d.weight", 192, 1, 4)
             add(f"{prefix}linear_attn.A_log", 4)
             add(f"{prefix}linear_attn.dt_bias", 4)
-            add(f"{prefix}linear_attn.norm.weight", 16)
-            add(f"{prefix}linear_attn.out_proj.weight", hidden, 64)
+            add(f"{prefix}linear_attn.norm.weight", 32)
+            add(f"{prefix}linear_attn.out_proj.weight", hidden, 128)
         add(f"{prefix}mlp.gate.weight", experts, hidden)
         add(f"{prefix}mlp.experts.gate_up_proj", experts, 2 * width, hidden)
         add(f"{prefix}mlp.experts.down_proj", experts, hidden, width)

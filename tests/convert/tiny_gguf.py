@@ -11,7 +11,7 @@ from gguf.quants import quantize
 from tiny_checkpoint import PREFIX, Weights
 
 ARCHITECTURE = "qwen35moe"
-LAYERS, KEY_HEADS, VALUE_HEADS, VALUE_DIM = 4, 2, 4, 16
+LAYERS, KEY_HEADS, VALUE_HEADS, VALUE_DIM = 4, 2, 4, 32
 F32 = GGMLQuantizationType.F32
 
 LAYER_NAMES = {

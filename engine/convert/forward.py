@@ -1,0 +1,123 @@
+"""A model run over whole samples, for measuring: logits at every position, or layer by layer with a look inside.
+
+Uses the engine's own passes; a sample is one pass, so that each layer's scratch memory holds all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine._simd import ffi, lib
+from engine.config import EngineConfig, ModelConfig
+from engine.convert.corpus import Sample
+from engine.core import Float32Array, Int32Array
+from engine.model import Model, text_positions
+from engine.placement import choose_threads
+from engine.weights import load_weights
+
+LONGEST = 2048  # tokens of a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one layer computed on one sample of T tokens; slots are visits of tokens to experts, sorted by expert.
+
+    mixer_input [T, hidden], mixer_output [T, width]: inputs of the mixer's first and last projections. moe_input
+    [T, hidden]; shared_hidden [T, shared]; slot_expert, slot_token, slot_weight [slots]; expert_hidden [slots, inner];
+    expert_norm [slots]: length of the expert's output before its gate weight. All but mixer_input live until the
+    next layer runs.
+    """
+
+    mixer_input: Float32Array
+    mixer_output: Float32Array
+    moe_input: Float32Array
+    shared_hidden: Float32Array
+    slot_expert: Int32Array
+    slot_token: Int32Array
+    slot_weight: Float32Array
+    expert_hidden: Float32Array
+    expert_norm: Float32Array
+
+
+class Forward:
+    """A loaded checkpoint. Call `close` when done."""
+
+    def __init__(self, directory: Path, threads: int | None) -> None:
+        """Loads a checkpoint directory: packed ones run with 8-bit activations, others in float32."""
+        engine = EngineConfig(threads=threads, pass_tokens=LONGEST)
+        self._weights = load_weights(directory, ModelConfig.load(directory))
+        self.config = self._weights.config
+        self._model = Model(
+            self._weights, engine, threads=choose_threads(engine.threads)[0], cpus=None, max_context=LONGEST
+        )
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self._model.close()
+
+    def logits(self, sample: Sample) -> Iterator[Float32Array]:
+        """Logits [vocab] at the position before each label."""
+        ids = sample.token_ids
+        self._begin(sample)
+        self._model.cpu.layers(self._model.new_state(), 0, self.config.num_hidden_layers, recurrent=False)
+        for row in range(sample.first_label - 1, len(ids) - 1):
+            yield self._model.cpu.logits(row)
+
+    def embed(self, sample: Sample) -> Float32Array:
+        """The residual stream before the first layer, [T, hidden]."""
+        self._begin(sample)
+        return self._model.cpu.hidden.copy()
+
+    def layer(self, sample: Sample, index: int, hidden: Float32Array) -> tuple[Float32Array, Observation]:
+        """Runs one layer on the residual stream [T, hidden]: the stream behind it, and what was seen."""
+        cpu = self._model.cpu
+        self._begin(sample)
+        cpu.hidden[:] = hidden
+        cpu.layers(self._model.new_state(), index, index + 1, recurrent=False)
+        mixer_input = rms_norm(hidden, self._weights.layers[index].input_norm, self.config.rms_norm_eps)
+        return cpu.hidden.copy(), self._observe(index, mixer_input)
+
+    def head_input(self, hidden: Float32Array) -> Float32Array:
+        """What the head reads, [T, hidden], from the residual stream behind the last layer."""
+        return rms_norm(hidden, self._weights.final_norm, self.config.rms_norm_eps)
+
+    def _begin(self, sample: Sample) -> None:
+        ids = sample.token_ids
+        self._model.cpu.begin(ids, text_positions(0, len(ids)))
+
+    def _observe(self, index: int, mixer_input: Float32Array) -> Observation:
+        seen = ffi.new("fm_observation *")
+        lib.fm_observe(self._model.cpu.handle, seen)
+        expert, norm = np.empty(seen.slots, np.int32), np.empty(seen.slots, np.float32)
+        lib.fm_observe_experts(
+            self._model.cpu.handle, index, ffi.from_buffer("int[]", expert), ffi.from_buffer("float[]", norm)
+        )
+        config = self.config
+        return Observation(
+            mixer_input=mixer_input,
+            mixer_output=_view(seen.mixed, seen.tokens, seen.mixed_cols),
+            moe_input=_view(seen.normed, seen.tokens, config.hidden_size),
+            shared_hidden=_view(seen.shared_inner, seen.tokens, config.shared_expert_intermediate_size),
+            slot_expert=expert,
+            slot_token=np.frombuffer(ffi.buffer(seen.slot_token, seen.slots * 4), np.int32),
+            slot_weight=np.frombuffer(ffi.buffer(seen.slot_weight, seen.slots * 4), np.float32),
+            expert_hidden=_view(seen.expert_inner, seen.slots, config.moe_intermediate_size),
+            expert_norm=norm,
+        )
+
+
+def rms_norm(x: Float32Array, gain: Float32Array, eps: float) -> Float32Array:
+    """x (mean x^2 + eps)^-1/2 gain over the last dimension."""
+    scale = 1 / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True) + eps)
+    normed: Float32Array = (x * scale * gain).astype(np.float32)
+    return normed
+
+
+def _view(pointer: Any, rows: int, cols: int) -> Float32Array:
+    values: Float32Array = np.frombuffer(ffi.buffer(pointer, rows * cols * 4), np.float32)
+    return values.reshape(rows, cols)
