@@ -91,6 +91,14 @@ class Inventory:
             "decode_bytes": self.decode_bytes(0),
         }
 
+    def headline(self) -> str:
+        """One line for a log."""
+        m = self.model
+        return (
+            f"{m.num_hidden_layers} layers, {m.num_experts} experts, {_size(self.weight_bytes)} of weights; "
+            f"{self._kernels()}"
+        )
+
     def as_text(self) -> str:
         """The same for people."""
         return "\n".join([*self._model_lines(), "", *self._part_lines(), "", *self._machine_lines()])
@@ -126,10 +134,13 @@ class Inventory:
             f"memory       {_size(self.weight_bytes + state)} needed, {_size(self.memory_available)} available",
             f"decode       moves {_size(self.decode_bytes(0))} per token, at {self.context_length} tokens "
             f"{_size(self.decode_bytes(self.context_length))}",
-            f"kernels      {self.tier}, {self.threads} thread{'s' if self.threads != 1 else ''}, "
-            + ("not pinned" if self.pinned_to is None else f"on processors {', '.join(map(str, self.pinned_to))}"),
+            f"kernels      {self._kernels()}",
             f"huge pages   transparent: {self.transparent_huge_pages}",
         ]
+
+    def _kernels(self) -> str:
+        where = "not pinned" if self.pinned_to is None else f"on processors {', '.join(map(str, self.pinned_to))}"
+        return f"{self.tier}, {self.threads} thread{'s' if self.threads != 1 else ''}, {where}"
 
 
 def take_inventory(directory: Path, config: EngineConfig) -> Inventory:

@@ -194,14 +194,21 @@ def serve(
 
         settings = load_settings(flags, config)
 
-        from server.app import serve as serve_until_stopped
-
         logging.basicConfig(
             level=settings.log_level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr
         )
+        log = logging.getLogger("fermion")
         for sentence in unknown_variables(os.environ):
-            logging.getLogger("fermion").warning("%s", sentence)
-        raise typer.Exit(serve_until_stopped(settings.server_config(), settings.engine_config()))
+            log.warning("%s", sentence)
+
+        from engine.inventory import take_inventory
+        from server.app import serve as serve_until_stopped
+
+        config, engine_config = settings.server_config(), settings.engine_config()
+        # Looks at the whole checkpoint before anything listens: a bad one is an error of input, not of serving.
+        headline = take_inventory(settings.model, engine_config).headline()
+        log.info("Model %s (%s): %s", config.served_model_name, settings.model, headline)
+        raise typer.Exit(serve_until_stopped(config, engine_config))
 
 
 @app.command()

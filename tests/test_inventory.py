@@ -70,6 +70,7 @@ def test_text_and_json_tell_the_same(published: Inventory) -> None:
     assert f"{published.weight_bytes:,}" in text
     assert "30 gated delta net, 10 attention" in text
     assert "ssse3, 2 threads, on processors 0, 1" in text
+    assert "40 layers, 128 experts, 10.48 GB of weights" in published.headline()
 
 
 def test_the_demo_model_is_read_from_its_files() -> None:
