@@ -204,11 +204,11 @@ def serve(
         from engine.inventory import take_inventory
         from server.app import serve as serve_until_stopped
 
-        config, engine_config = settings.server_config(), settings.engine_config()
+        server_config, engine_config = settings.server_config(), settings.engine_config()
         # Looks at the whole checkpoint before anything listens: a bad one is an error of input, not of serving.
         headline = take_inventory(settings.model, engine_config).headline()
-        log.info("Model %s (%s): %s", config.served_model_name, settings.model, headline)
-        raise typer.Exit(serve_until_stopped(config, engine_config))
+        log.info("Model %s (%s): %s", server_config.served_model_name, settings.model, headline)
+        raise typer.Exit(serve_until_stopped(server_config, engine_config))
 
 
 @app.command()
