@@ -14,6 +14,7 @@ import pytest
 
 from server import chat
 from server.chat import ChatClient, ChatError, ChatOptions, Content, PromptProgress, Reasoning, Screen, Session, Usage
+from server.config import load_settings
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
 
@@ -242,3 +243,15 @@ def test_progress_is_redrawn_and_cleared() -> None:
     screen.show(PromptProgress(64, 128))
     screen.show(Content("a"))
     assert out.getvalue() == "\r\x1b[Kreading the prompt: 64 of 128 tokens\r\x1b[Ka"
+
+
+def test_a_server_of_our_own_answers_and_goes() -> None:
+    settings = load_settings({"threads": 1, "context_length": 512})
+    with chat.local_server(settings) as url:
+        client = ChatClient(url)
+        events = list(client.answer([{"role": "user", "content": "Hello!"}], ChatOptions(max_tokens=8)))
+        client.close()
+    assert any(isinstance(event, Content | Reasoning) for event in events)
+    assert isinstance(events[-1], Usage)
+    with pytest.raises(ChatError, match="no server answers"):
+        ChatClient(url)

@@ -1,0 +1,67 @@
+"""`fermion bench`: the command contract (a JSON line at the end) and figures that fit together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import bench
+from engine.bench import measure_decode, measure_prefill
+from engine.config import EngineConfig
+from engine.errors import ConfigError, OutOfMemory
+from server.config import DEMO_CHECKPOINT
+
+CONTRACT = {"tokens_per_s", "gb_per_s", "bandwidth_share", "tier", "threads"}
+
+
+class NoProbe:
+    """In place of the probe: tests need no bandwidth, and a gigabyte each time is too much."""
+
+    def __init__(self, *arguments: Any) -> None:
+        raise OutOfMemory("not here")
+
+
+@pytest.fixture
+def without_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "BandwidthProbe", NoProbe)
+
+
+@pytest.mark.usefixtures("without_probe")
+def test_decode_figures_fit_together() -> None:
+    notes: list[str] = []
+    speed = measure_decode(
+        DEMO_CHECKPOINT, EngineConfig(threads=1), context=70, tokens=8, rounds=2, report=notes.append
+    )
+    values = speed.as_json()
+    assert values.keys() >= CONTRACT
+    assert speed.tokens_per_s == pytest.approx(1e3 / speed.step_ms)
+    assert (speed.context, speed.tokens, speed.threads, len(notes)) == (70, 8, 1, 2)
+    assert values["bandwidth_share"] is None
+
+
+@pytest.mark.usefixtures("without_probe")
+def test_prefill_figures_fit_together() -> None:
+    speed = measure_prefill(DEMO_CHECKPOINT, EngineConfig(threads=1), tokens=130, rounds=1, report=lambda text: None)
+    assert speed.tokens_per_s == pytest.approx(130 / (speed.step_ms / 1e3))
+    assert speed.gb_per_s > 0
+
+
+@pytest.mark.usefixtures("without_probe")
+def test_a_context_that_does_not_fit_is_refused() -> None:
+    config = EngineConfig(threads=1, context_length=128)
+    with pytest.raises(ConfigError, match="130 tokens do not fit the context window of 128"):
+        measure_decode(DEMO_CHECKPOINT, config, context=65, tokens=64, rounds=1, report=lambda text: None)
+
+
+@pytest.mark.slow
+def test_the_last_line_is_json_with_the_probe_beside_it() -> None:
+    command = [Path(sys.executable).with_name("fermion"), "bench", "decode", "--tokens", "8", "--rounds", "1", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    values = json.loads(result.stdout.splitlines()[-1])
+    assert values.keys() >= CONTRACT
+    assert 0 < values["bandwidth_share"] == pytest.approx(values["gb_per_s"] / values["probe_gb_per_s"], rel=1e-3)
