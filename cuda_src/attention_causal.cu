@@ -5,33 +5,36 @@
  * map     grid (ceil(T group / 32), Hkv), block 256, group = Hq / Hkv: a block's 32 rows are (token, head of the group)
  *         pairs, so the heads of a group share every key and value they load
  * cost    4 T Hq D (position + T/2) flop; reads each page T group / 32 times, mostly from the second-level cache
- * needs   T group / 32 <= 65535; 20 KB shared, <= 63 registers
+ * needs   T group / 32 <= 65535, q < 2^32 floats; 20 KB shared, <= 63 registers
  */
 #include "attention_tile.cuh"
 
 template <int D>
 struct PagedSource {
-    const float *q;
     const unsigned long long *pages;
     unsigned long long page;
-    int q_token, q_head, tokens, group, position, key_offset, value_offset, left, pages_f32;
+    int q_token, q_head, tokens, group, position, left, pages_f32;
 
-    __device__ __forceinline__ const float *query(int row) const {
-        const int flat = blockIdx.x * QUERY_ROWS + row, token = flat / group;
-        return token < tokens ? q + (long long)token * q_token + (blockIdx.y * group + flat % group) * q_head : 0;
+    /* Row r of block b is pair 32 b + r of (token, head of the group); rows beyond the last pair repeat it. */
+    __device__ __forceinline__ int token(int row) const {
+        const int flat = block_x_again() * QUERY_ROWS + row, last = tokens * group - 1;
+        return (flat < last ? flat : last) / group;
     }
-    __device__ __forceinline__ int visible(int row) const {
-        return position + (int)(blockIdx.x * QUERY_ROWS + row) / group + 1;
+    __device__ __forceinline__ int head(int row) const {
+        const int flat = block_x_again() * QUERY_ROWS + row, last = tokens * group - 1;
+        return block_y_again() * group + (flat < last ? flat : last) % group;
     }
+    __device__ __forceinline__ unsigned query(int row) const { return (unsigned)token(row) * q_token + head(row) * q_head; }
+    __device__ __forceinline__ int visible(int row) const { return position + token(row) + 1; }
     __device__ __forceinline__ void open(int tile) {
         page = pages[tile];
         left = position + tokens - tile * KEY_ROWS;
     }
-    __device__ __forceinline__ float2 load(int offset, int n, int c) const {
+    __device__ __forceinline__ float2 load(int first, int n, int c) const {
         float2 pair;
         pair.x = pair.y = 0.0f;
         if (n < left) {
-            const int at = offset + n * D + c;
+            const int at = first * (64 * D) + n * D + c;
             if (pages_f32) {
                 pair = *(const float2 *)((const float *)page + at);
             } else {
@@ -42,34 +45,31 @@ struct PagedSource {
         }
         return pair;
     }
-    __device__ __forceinline__ float2 key(int n, int c) const { return load(key_offset, n, c); }
-    __device__ __forceinline__ float2 value(int n, int c) const { return load(value_offset, n, c); }
+    __device__ __forceinline__ float2 key(int n, int c) const { return load(blockIdx.y, n, c); }
+    __device__ __forceinline__ float2 value(int n, int c) const { return load(gridDim.y + blockIdx.y, n, c); }
 };
 
 template <int D>
 static __device__ __forceinline__ void attention_causal(SoftmaxState &state, float (&stage)[AttentionShape<D>::STAGE],
-                                                        PagedSource<D> &source, const float *gate, int gate_token,
-                                                        int gate_head, float scale, float *y) {
+                                                        PagedSource<D> &source, const float *q, const float *gate,
+                                                        int gate_token, int gate_head, float scale, float *y) {
     typedef AttentionShape<D> Shape;
-    const int kv_heads = gridDim.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    source.key_offset = blockIdx.y * 64 * D;
-    source.value_offset = (kv_heads + blockIdx.y) * 64 * D;
-    const int last_row = (blockIdx.x + 1) * QUERY_ROWS < (unsigned)(source.tokens * source.group)
-                             ? QUERY_ROWS - 1
-                             : source.tokens * source.group - blockIdx.x * QUERY_ROWS - 1;
     float out[4][Shape::CHANNELS];
-    attention_tiles<D>(state, stage, source, scale, source.visible(last_row), out);
+    attention_tiles<D>(state, stage, source, q, scale, source.visible(QUERY_ROWS - 1), out);
+    const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
+    const int rows = source.tokens * source.group - block_x_again() * QUERY_ROWS;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-        const int row = 4 * warp + r, flat = blockIdx.x * QUERY_ROWS + row, token = flat / source.group;
-        if (token >= source.tokens) continue;
-        const int head = blockIdx.y * source.group + flat % source.group;
+        const int row = 4 * warp + r;
+        if (row >= rows) continue;
+        const int token = source.token(row), head = source.head(row);
         const float inverse = 1.0f / state.total[row];
+        const float *gates = gate + (long long)token * gate_token + head * gate_head;
+        float *target = y + ((long long)token * gridDim.y * source.group + head) * D;
 #pragma unroll
         for (int i = 0; i < Shape::CHANNELS; ++i) {
             const int c = Shape::channel(lane, i);
-            const float opened = sigmoid(gate[(long long)token * gate_token + head * gate_head + c]);
-            y[((long long)token * kv_heads * source.group + head) * D + c] = out[r][i] * inverse * opened;
+            target[c] = out[r][i] * inverse * sigmoid(gates[c]);
         }
     }
 }
@@ -80,8 +80,8 @@ static __device__ __forceinline__ void attention_causal(SoftmaxState &state, flo
         const unsigned long long *pages, int pages_f32, int position, int tokens, int group, float scale, float *y) { \
         __shared__ SoftmaxState state;                                                                                \
         __shared__ float stage[AttentionShape<D>::STAGE];                                                             \
-        PagedSource<D> source = {q, pages, 0, q_token, q_head, tokens, group, position, 0, 0, 0, pages_f32};          \
-        attention_causal<D>(state, stage, source, gate, gate_token, gate_head, scale, y);                             \
+        PagedSource<D> source = {pages, 0, q_token, q_head, tokens, group, position, 0, pages_f32};                   \
+        attention_causal<D>(state, stage, source, q, gate, gate_token, gate_head, scale, y);                          \
     }
 
 ATTENTION_CAUSAL(256)

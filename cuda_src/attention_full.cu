@@ -2,7 +2,7 @@
  * qkv   float[T][3][H][D]: q, k, v side by side; y float[T][H D]
  * map   grid (ceil(T/32), H), block 256: 32 query rows of one head
  * cost  4 T^2 H D flop; reads k and v T/32 times, mostly from the second-level cache
- * needs T <= 2,097,120; 17 KB shared
+ * needs 3 T H D < 2^32; 17 KB shared
  */
 #include "attention_tile.cuh"
 
@@ -11,19 +11,19 @@ struct PackedSource {
     const float *qkv;
     int heads, tokens, first;
 
-    __device__ __forceinline__ const float *at(int token, int part) const {
-        return qkv + ((long long)token * 3 + part) * heads * D + blockIdx.y * D;
+    __device__ __forceinline__ unsigned at(int token, int part) const {
+        return ((unsigned)token * 3 + part) * heads * D + blockIdx.y * D;
     }
-    __device__ __forceinline__ const float *query(int row) const {
+    __device__ __forceinline__ unsigned query(int row) const {
         const int token = blockIdx.x * QUERY_ROWS + row;
-        return token < tokens ? at(token, 0) : 0;
+        return at(token < tokens ? token : tokens - 1, 0);
     }
     __device__ __forceinline__ int visible(int) const { return tokens; }
     __device__ __forceinline__ void open(int tile) { first = tile * KEY_ROWS; }
     __device__ __forceinline__ float2 load(int n, int part, int c) const {
         float2 pair;
         pair.x = pair.y = 0.0f;
-        if (first + n < tokens) pair = *(const float2 *)(at(first + n, part) + c);
+        if (first + n < tokens) pair = *(const float2 *)(qkv + at(first + n, part) + c);
         return pair;
     }
     __device__ __forceinline__ float2 key(int n, int c) const { return load(n, 1, c); }
@@ -34,9 +34,9 @@ template <int D>
 static __device__ __forceinline__ void attention_full(SoftmaxState &state, float (&stage)[AttentionShape<D>::STAGE],
                                                       PackedSource<D> &source, float scale, float *y) {
     typedef AttentionShape<D> Shape;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float out[4][Shape::CHANNELS];
-    attention_tiles<D>(state, stage, source, scale, source.tokens, out);
+    attention_tiles<D>(state, stage, source, source.qkv, scale, source.tokens, out);
+    const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         const int row = 4 * warp + r, token = blockIdx.x * QUERY_ROWS + row;

@@ -6,7 +6,8 @@
  * share its block or its pass.
  *
  * The caller's Source says where things are:
- *   const float *query(int row)            D floats, or null beyond the last row
+ *   unsigned query(int row)                first float of the row's query, counted from the queries; any valid one for a
+ *                                          row that does not exist (its result is never stored)
  *   int visible(int row)                   number of keys the row sees
  *   void open(int tile)                    before the loads of keys 64 tile .. 64 tile + 63
  *   float2 key(int n, int c), value(...)   channels c, c + 1 (c even) of key n = 0..63 of the open tile; zeros beyond
@@ -39,37 +40,42 @@ struct SoftmaxState {
     float p[KEY_ROWS][QUERY_ROWS + 2]; /* scores, then probabilities, transposed */
     float part_top[8][QUERY_ROWS], part_sum[8][QUERY_ROWS];
     float top[QUERY_ROWS], total[QUERY_ROWS], rescale[QUERY_ROWS];
+    int seen[QUERY_ROWS]; /* keys each row sees */
 };
 
-/* Scores of this thread: rows 4 warp..+3, keys 2 lane, 2 lane + 1 of the open tile. */
+/* Scores of this thread: rows 4 warp..+3, keys 2 lane, 2 lane + 1 of the open tile. `query` is the float in `queries`
+ * where this thread's share of the query rows begins. */
 template <int D, typename Source>
 static __device__ __forceinline__ void attention_scores(float (&stage)[AttentionShape<D>::STAGE], const Source &source,
-                                                        float (&score)[4][2], int thread) {
+                                                        const float *queries, unsigned query, float (&score)[4][2]) {
     typedef AttentionShape<D> Shape;
-    const int lane = thread % 32, warp = thread / 32;
     const int PAIRS = Shape::DEPTH / 2;
-    float *keys = stage, *queries = stage + Shape::DEPTH * Shape::KEY_PITCH;
+    static_assert(QUERY_ROWS * PAIRS <= ATTENTION_THREADS, "one channel pair of one query row per thread");
+    const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
+    float *keys = stage, *rows = stage + Shape::DEPTH * Shape::KEY_PITCH;
 #pragma unroll 1
     for (int c0 = 0; c0 < D; c0 += Shape::DEPTH) {
         __syncthreads();
-        for (int i = thread; i < KEY_ROWS * PAIRS; i += ATTENTION_THREADS) {
-            const int n = i / PAIRS, c = i % PAIRS * 2;
-            const float2 pair = source.key(n, c0 + c);
-            keys[c * Shape::KEY_PITCH + n] = pair.x;
-            keys[(c + 1) * Shape::KEY_PITCH + n] = pair.y;
+#pragma unroll
+        for (int i = 0; i < KEY_ROWS * PAIRS; i += ATTENTION_THREADS) {
+            const int n = (i + thread) / PAIRS, c = (i + thread) % PAIRS * 2;
+            if (KEY_ROWS * PAIRS % ATTENTION_THREADS == 0 || n < KEY_ROWS) {
+                const float2 pair = source.key(n, c0 + c);
+                keys[c * Shape::KEY_PITCH + n] = pair.x;
+                keys[(c + 1) * Shape::KEY_PITCH + n] = pair.y;
+            }
         }
-        for (int i = thread; i < QUERY_ROWS * PAIRS; i += ATTENTION_THREADS) {
-            const int row = i / PAIRS, c = i % PAIRS * 2;
-            const float *query = source.query(row);
-            queries[c * Shape::QUERY_PITCH + row] = query ? query[c0 + c] : 0.0f;
-            queries[(c + 1) * Shape::QUERY_PITCH + row] = query ? query[c0 + c + 1] : 0.0f;
+        if (QUERY_ROWS * PAIRS == ATTENTION_THREADS || thread < QUERY_ROWS * PAIRS) {
+            const float2 pair = *(const float2 *)(queries + query + c0);
+            rows[thread % PAIRS * 2 * Shape::QUERY_PITCH + thread / PAIRS] = pair.x;
+            rows[(thread % PAIRS * 2 + 1) * Shape::QUERY_PITCH + thread / PAIRS] = pair.y;
         }
         __syncthreads();
 #pragma unroll
         for (int c = 0; c < Shape::DEPTH; ++c) {
             const float2 k = *(const float2 *)&keys[c * Shape::KEY_PITCH + 2 * lane];
-            const float2 low = *(const float2 *)&queries[c * Shape::QUERY_PITCH + 4 * warp];
-            const float2 high = *(const float2 *)&queries[c * Shape::QUERY_PITCH + 4 * warp + 2];
+            const float2 low = *(const float2 *)&rows[c * Shape::QUERY_PITCH + 4 * warp];
+            const float2 high = *(const float2 *)&rows[c * Shape::QUERY_PITCH + 4 * warp + 2];
             const float q[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
@@ -82,8 +88,8 @@ static __device__ __forceinline__ void attention_scores(float (&stage)[Attention
 
 /* Turns the tile's scores in state.p into probabilities and brings each row's maximum, sum and rescale factor up to
  * date. Thread = (row, eight keys). */
-static __device__ __forceinline__ void attention_softmax(SoftmaxState &state, int thread) {
-    const int row = thread % QUERY_ROWS, part = thread / QUERY_ROWS;
+static __device__ __forceinline__ void attention_softmax(SoftmaxState &state) {
+    const int thread = thread_again(), row = thread % QUERY_ROWS, part = thread / QUERY_ROWS;
     __syncthreads();
     float top = UNSEEN;
 #pragma unroll
@@ -115,66 +121,83 @@ static __device__ __forceinline__ void attention_softmax(SoftmaxState &state, in
     __syncthreads();
 }
 
+/* out[r][i] += sum over the open tile's keys of p value, rows 4 warp + r, channels channel(lane, i). */
+template <int D, typename Source>
+static __device__ __forceinline__ void attention_values(const SoftmaxState &state,
+                                                        float (&stage)[AttentionShape<D>::STAGE], const Source &source,
+                                                        float (&out)[4][AttentionShape<D>::CHANNELS]) {
+    typedef AttentionShape<D> Shape;
+    const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
+#pragma unroll 1
+    for (int n0 = 0; n0 < KEY_ROWS; n0 += 8) {
+        __syncthreads();
+#pragma unroll 1
+        for (int i = thread; i < 8 * D / 2; i += ATTENTION_THREADS)
+            *(float2 *)&stage[i * 2] = source.value(n0 + i / (D / 2), i % (D / 2) * 2);
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const float2 low = *(const float2 *)&state.p[n0 + n][4 * warp];
+            const float2 high = *(const float2 *)&state.p[n0 + n][4 * warp + 2];
+            const float p[4] = {low.x, low.y, high.x, high.y};
+            float v[Shape::CHANNELS];
+#pragma unroll
+            for (int i = 0; i < Shape::CHANNELS; ++i) {
+                const int c = Shape::channel(lane, i);
+                if (Shape::PAIRED && i % 2 == 0) {
+                    const float2 pair = *(const float2 *)&stage[n * D + c];
+                    v[i] = pair.x;
+                    v[i + 1] = pair.y;
+                } else if (!Shape::PAIRED) {
+                    v[i] = D % 32 == 0 || c < D ? stage[n * D + c] : 0.0f;
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+#pragma unroll
+                for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] = fmaf(p[r], v[i], out[r][i]);
+        }
+    }
+}
+
 /* out[r][i]: row 4 warp + r, channel(lane, i) of softmax(scale q k^T) v, before the division by state.total. */
 template <int D, typename Source>
 static __device__ __forceinline__ void attention_tiles(SoftmaxState &state, float (&stage)[AttentionShape<D>::STAGE],
-                                                       Source &source, float scale, int key_count,
+                                                       Source &source, const float *queries, float scale, int key_count,
                                                        float (&out)[4][AttentionShape<D>::CHANNELS]) {
     typedef AttentionShape<D> Shape;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int PAIRS = Shape::DEPTH / 2;
 #pragma unroll
     for (int r = 0; r < 4; ++r)
 #pragma unroll
         for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] = 0.0f;
-    if (thread < QUERY_ROWS) {
-        state.top[thread] = UNSEEN;
-        state.total[thread] = 0.0f;
+    if (threadIdx.x < QUERY_ROWS) {
+        state.top[threadIdx.x] = UNSEEN;
+        state.total[threadIdx.x] = 0.0f;
+        state.seen[threadIdx.x] = source.visible(threadIdx.x);
     }
+    const int row = threadIdx.x / PAIRS;
+    const unsigned query = source.query(row < QUERY_ROWS ? row : 0) + threadIdx.x % PAIRS * 2;
 #pragma unroll 1
     for (int tile = 0; tile * KEY_ROWS < key_count; ++tile) {
         source.open(tile);
         float score[4][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}};
-        attention_scores<D>(stage, source, score, thread);
+        attention_scores<D>(stage, source, queries, query, score);
+        const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int seen = source.visible(4 * warp + r) - tile * KEY_ROWS;
+            const int seen = state.seen[4 * warp + r] - tile * KEY_ROWS;
             state.p[2 * lane][4 * warp + r] = 2 * lane < seen ? score[r][0] * scale : UNSEEN;
             state.p[2 * lane + 1][4 * warp + r] = 2 * lane + 1 < seen ? score[r][1] * scale : UNSEEN;
         }
-        attention_softmax(state, thread);
+        attention_softmax(state);
 #pragma unroll
-        for (int r = 0; r < 4; ++r)
+        for (int r = 0; r < 4; ++r) {
+            const float rescale = state.rescale[4 * warp + r];
 #pragma unroll
-            for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] *= state.rescale[4 * warp + r];
-#pragma unroll 1
-        for (int n0 = 0; n0 < KEY_ROWS; n0 += 8) {
-            __syncthreads();
-            for (int i = thread; i < 8 * D / 2; i += ATTENTION_THREADS)
-                *(float2 *)&stage[i * 2] = source.value(n0 + i / (D / 2), i % (D / 2) * 2);
-            __syncthreads();
-#pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                const float2 low = *(const float2 *)&state.p[n0 + n][4 * warp];
-                const float2 high = *(const float2 *)&state.p[n0 + n][4 * warp + 2];
-                const float p[4] = {low.x, low.y, high.x, high.y};
-                float v[Shape::CHANNELS];
-#pragma unroll
-                for (int i = 0; i < Shape::CHANNELS; ++i) {
-                    const int c = Shape::channel(lane, i);
-                    if (Shape::PAIRED && i % 2 == 0) {
-                        const float2 pair = *(const float2 *)&stage[n * D + c];
-                        v[i] = pair.x;
-                        v[i + 1] = pair.y;
-                    } else if (!Shape::PAIRED) {
-                        v[i] = D % 32 == 0 || c < D ? stage[n * D + c] : 0.0f;
-                    }
-                }
-#pragma unroll
-                for (int r = 0; r < 4; ++r)
-#pragma unroll
-                    for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] = fmaf(p[r], v[i], out[r][i]);
-            }
+            for (int i = 0; i < Shape::CHANNELS; ++i) out[r][i] *= rescale;
         }
+        attention_values<D>(state, stage, source, out);
     }
 }
 

@@ -20,6 +20,10 @@
 #include "cuda_emu.h"
 
 static inline float exp2_approx(float x) { return exp2f(x); }
+static inline float2 halves_to_float(unsigned word) { return {(float)(word & 0xffffu), (float)(word >> 16)}; }
+static inline unsigned thread_again() { return threadIdx.x; }
+static inline unsigned block_x_again() { return blockIdx.x; }
+static inline unsigned block_y_again() { return blockIdx.y; }
 static inline float half_to_float(unsigned short h) { return (float)emu_bits<_Float16>(h); }
 static inline unsigned short float_to_half(float f) { return emu_bits<unsigned short>((_Float16)f); }
 
@@ -63,12 +67,29 @@ struct int3 {
     int x, y, z;
 };
 
+/* The indices, read anew: a value that is needed before and after a loop then holds no register inside it. */
+static __device__ __forceinline__ unsigned thread_again() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+static __device__ __forceinline__ unsigned block_x_again() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
+static __device__ __forceinline__ unsigned block_y_again() {
+    unsigned index;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(index));
+    return index;
+}
+
 static __device__ __forceinline__ float fmaf(float a, float b, float c) { return __nvvm_fma_rn_f(a, b, c); }
 static __device__ __forceinline__ float fmaxf(float a, float b) { return __nvvm_fmax_f(a, b); }
 static __device__ __forceinline__ float fminf(float a, float b) { return __nvvm_fmin_f(a, b); }
 static __device__ __forceinline__ float fabsf(float a) { return __builtin_fabsf(a); }
 static __device__ __forceinline__ float sqrtf(float a) { return __nvvm_sqrt_rn_f(a); }
-static __device__ __forceinline__ float exp2_approx(float a) { return __nvvm_ex2_approx_f(a); }
+static __device__ __forceinline__ float exp2_approx(float a) { return __nvvm_ex2_approx_ftz_f(a); }
 static __device__ __forceinline__ float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 static __device__ __forceinline__ int __float_as_int(float f) { return __builtin_bit_cast(int, f); }
 static __device__ __forceinline__ float half_to_float(unsigned short h) {
@@ -80,6 +101,14 @@ static __device__ __forceinline__ unsigned short float_to_half(float f) {
     unsigned short h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
     return h;
+}
+/* The two 16-bit integers of a word as floats: the assembler folds the choice of the half into the conversion. */
+static __device__ __forceinline__ float2 halves_to_float(unsigned word) {
+    float2 f;
+    asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %2;\n cvt.rn.f32.u16 %0, low;\n cvt.rn.f32.u16 %1, high;\n}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(word));
+    return f;
 }
 
 #endif

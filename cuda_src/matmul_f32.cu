@@ -10,6 +10,8 @@ extern "C" __global__ void __launch_bounds__(256)
 matmul_f32(const float *x, int ldx, const float *w, float *y, int ldy, int m, int n, int k) {
     __shared__ float shared_x[TILE_K][64 + 2];
     __shared__ float shared_w[TILE_K][64 + 2];
-    matmul_tile<64, 64, 256, 4, 4, 66, RowMajorLoader<float, 64, 256> >(shared_x, shared_w, x, ldx, 0, w, y, ldy, 0,
-                                                                       blockIdx.y * 64, m, blockIdx.x * 64, n, k, k, 0);
+    float acc[4][4];
+    matmul_accumulate<64, 64, 256, 4, 4, 66, RowMajorLoader<float, 64, 256>, false>(
+        acc, shared_x, shared_w, x, ldx, 0, w, 0, blockIdx.y * 64, m, blockIdx.x * 64, n, k);
+    matmul_store<64, 64>(acc, y, ldy, 0, block_y_again() * 64, m, block_x_again() * 64, n, 0);
 }

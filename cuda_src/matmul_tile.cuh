@@ -16,28 +16,31 @@
 
 #define TILE_K 16
 
+/* Loaders address global memory as a kernel argument plus a 32-bit byte offset: the argument stays in the constant
+ * bank, so an address costs one register instead of two. Every operand is therefore smaller than 4 GiB. */
+
 /* Fills shared memory with x transposed: ROWS rows of 16 floats, four consecutive ones per thread and round. */
 template <int ROWS, int THREADS>
 struct XLoader {
     static const int ROUNDS = (ROWS * 4 + THREADS - 1) / THREADS;
-    const float *source[ROUNDS];
+    unsigned offset[ROUNDS];
     float4 next[ROUNDS];
 
     /* rows: source row of each tile row, or null; rows beyond m_end repeat the last one (never stored). */
-    __device__ __forceinline__ void open(const float *x, int ldx, const int *rows, int m0, int m_end, int thread) {
+    __device__ __forceinline__ void open(int ldx, const int *rows, int m0, int m_end, int thread) {
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
             int m = m0 + (thread + i * THREADS) / 4;
             m = m < m_end ? m : m_end - 1;
             if (rows) m = rows[m];
-            source[i] = x + (long long)m * ldx + (thread & 3) * 4;
+            offset[i] = ((unsigned)m * ldx + (thread & 3) * 4) * 4;
         }
     }
-    __device__ __forceinline__ void fetch() {
+    __device__ __forceinline__ void fetch(const float *x) {
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
-            next[i] = *(const float4 *)source[i];
-            source[i] += TILE_K;
+            next[i] = *(const float4 *)((const char *)x + offset[i]);
+            offset[i] += TILE_K * 4;
         }
     }
     __device__ __forceinline__ void store(float (&shared)[TILE_K][ROWS + 2], int thread) const {
@@ -60,51 +63,38 @@ struct XLoader {
  * Columns of the tile beyond n_end repeat the last 16-row tile of the matrix (never stored). */
 template <int COLS, int THREADS>
 struct Q4Loader {
-    static const int LANES = COLS > THREADS ? COLS / THREADS : 1;          /* rows of W per thread */
-    static const int WORDS = COLS * 2 / THREADS / LANES;                   /* words per row: 2, or 1 if two threads share it */
-    const unsigned char *quants[LANES], *scales[LANES];
-    unsigned next[LANES][WORDS];
-    unsigned short next_scale[LANES];
-    unsigned step;
+    static const int WORDS = COLS * 2 / THREADS; /* per thread: both words of a row, or one where two threads share it */
+    unsigned quants, scales;                     /* byte offsets */
+    unsigned next[WORDS];
+    unsigned short next_scale;
 
-    __device__ __forceinline__ void open(const void *w, int ldw, int n0, int n_end, int thread) {
-        step = 0;
-#pragma unroll
-        for (int i = 0; i < LANES; ++i) {
-            int tile = (n0 + thread % COLS + i * THREADS) / FM_BLOCK_ROWS;
-            const int last = n_end / FM_BLOCK_ROWS - 1;
-            tile = tile < last ? tile : last;
-            const int row = thread % FM_BLOCK_ROWS;
-            scales[i] = (const unsigned char *)w + (long long)tile * (ldw / FM_BLOCK_COLS) * FM_BLOCK_BYTES + row * 2;
-            quants[i] = scales[i] + row * 2 + 64 + thread / COLS * 64;
-        }
+    __device__ __forceinline__ void open(unsigned first_byte, int ldw, int n0, int n_end, int thread) {
+        int tile = (n0 + thread % COLS) / FM_BLOCK_ROWS;
+        const int last = n_end / FM_BLOCK_ROWS - 1, row = thread % FM_BLOCK_ROWS;
+        tile = tile < last ? tile : last;
+        scales = first_byte + (unsigned)tile * (ldw / FM_BLOCK_COLS * FM_BLOCK_BYTES) + row * 2;
+        quants = scales + row * 2 + 64 + thread / COLS * 64;
     }
-    __device__ __forceinline__ void fetch() {
-        ++step;
-        const unsigned quant_stride = (step & 3) == 0 ? 192 : 128;
-        const unsigned scale_stride = (step & 1) != 0 ? 0 : (step & 3) == 0 ? FM_BLOCK_BYTES - 32 : 32;
+    /* k: the column after those fetched, a multiple of 16 */
+    __device__ __forceinline__ void fetch(const void *w, int k) {
+        next_scale = *(const unsigned short *)((const char *)w + scales);
 #pragma unroll
-        for (int i = 0; i < LANES; ++i) {
-            next_scale[i] = *(const unsigned short *)scales[i];
-#pragma unroll
-            for (int j = 0; j < WORDS; ++j) next[i][j] = *(const unsigned *)(quants[i] + j * 64);
-            quants[i] += quant_stride;
-            scales[i] += scale_stride;
-        }
+        for (int j = 0; j < WORDS; ++j) next[j] = *(const unsigned *)((const char *)w + quants + j * 64);
+        quants += k % FM_BLOCK_COLS == 0 ? 192 : 128;
+        scales += k % FM_GROUP != 0 ? 0 : k % FM_BLOCK_COLS == 0 ? FM_BLOCK_BYTES - 32 : 32;
     }
     __device__ __forceinline__ void store(float (&shared)[TILE_K][COLS], int thread) const {
+        const int n = thread % COLS, k0 = thread / COLS * 8;
+        const float scale = half_to_float(next_scale), zero = scale * -(float)FM_Q4_ZERO;
 #pragma unroll
-        for (int i = 0; i < LANES; ++i) {
-            const int n = thread % COLS + i * THREADS, k0 = thread / COLS * 8;
-            const float scale = half_to_float(next_scale[i]), zero = scale * -(float)FM_Q4_ZERO;
+        for (int j = 0; j < WORDS; ++j) {
+            /* nibble i of a word is column i / 2 + 4 (i & 1); nibbles i and i + 4 are taken out together */
 #pragma unroll
-            for (int j = 0; j < WORDS; ++j) {
-                const unsigned low = next[i][j] & 0x0f0f0f0fu, high = (next[i][j] >> 4) & 0x0f0f0f0fu;
-#pragma unroll
-                for (int b = 0; b < 4; ++b) {
-                    shared[k0 + j * 8 + b][n] = fmaf((float)((low >> (8 * b)) & 255u), scale, zero);
-                    shared[k0 + j * 8 + 4 + b][n] = fmaf((float)((high >> (8 * b)) & 255u), scale, zero);
-                }
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = halves_to_float(next[j] >> (4 * i) & 0x000f000fu);
+                const int column = k0 + j * 8 + i / 2 + 4 * (i & 1);
+                shared[column][n] = fmaf(pair.x, scale, zero);
+                shared[column + 2][n] = fmaf(pair.y, scale, zero);
             }
         }
     }
@@ -126,22 +116,22 @@ static __device__ __forceinline__ float4 load_four(const unsigned short *w) {
 template <typename Element, int COLS, int THREADS>
 struct RowMajorLoader {
     static const int ROUNDS = COLS * 4 / THREADS;
-    const Element *source[ROUNDS];
+    unsigned offset[ROUNDS];
     float4 next[ROUNDS];
 
-    __device__ __forceinline__ void open(const void *w, int ldw, int n0, int n_end, int thread) {
+    __device__ __forceinline__ void open(unsigned first_byte, int ldw, int n0, int n_end, int thread) {
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
             int n = n0 + (thread + i * THREADS) / 4;
             n = n < n_end ? n : n_end - 1;
-            source[i] = (const Element *)w + (long long)n * ldw + (thread & 3) * 4;
+            offset[i] = first_byte + ((unsigned)n * ldw + (thread & 3) * 4) * sizeof(Element);
         }
     }
-    __device__ __forceinline__ void fetch() {
+    __device__ __forceinline__ void fetch(const void *w, int) {
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
-            next[i] = load_four(source[i]);
-            source[i] += TILE_K;
+            next[i] = load_four((const Element *)((const char *)w + offset[i]));
+            offset[i] += TILE_K * sizeof(Element);
         }
     }
     __device__ __forceinline__ void store(float (&shared)[TILE_K][COLS + 2], int thread) const {
@@ -157,50 +147,54 @@ struct RowMajorLoader {
     }
 };
 
-/* One tile. PITCH is the row length of the shared copy of W; a thread owns rows 2 ty + {0,1} + 2 TY i and columns
- * 2 tx + {0,1} + 2 TX j of the tile. */
-template <int ROWS, int COLS, int THREADS, int TM, int TN, int PITCH, typename WLoader>
-static __device__ __forceinline__ void matmul_tile(float (&shared_x)[TILE_K][ROWS + 2], float (&shared_w)[TILE_K][PITCH],
-                                                   const float *x, int ldx, const int *rows, const void *w, float *y,
-                                                   int ldy, const float *bias, int m0, int m_end, int n0, int n_end,
-                                                   int k_end, int ldw, int accumulate) {
+/* acc = the thread's part of x W^T over all columns. PITCH is the row length of the shared copy of W; a thread owns rows
+ * 2 ty + {0,1} + 2 TY i and columns 2 tx + {0,1} + 2 TX j of the tile. W starts first_byte bytes into w. 32
+ * accumulators leave few registers: x is fetched only when the previous step is done (the other blocks of the
+ * multiprocessor compute meanwhile), W one step ahead; store addresses come from indices read anew, and with LEAN so do
+ * the load addresses. */
+template <int ROWS, int COLS, int THREADS, int TM, int TN, int PITCH, typename WLoader, bool LEAN>
+static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], float (&shared_x)[TILE_K][ROWS + 2],
+                                                         float (&shared_w)[TILE_K][PITCH], const float *x, int ldx,
+                                                         const int *rows, const void *w, unsigned first_byte, int m0,
+                                                         int m_end, int n0, int n_end, int k_end) {
     const int TX = COLS / TN, TY = ROWS / TM;
     static_assert(TX * TY == THREADS, "one thread per register tile");
-    const int thread = threadIdx.x, tx = thread % TX, ty = thread / TX;
+    const int thread = threadIdx.x;
     XLoader<ROWS, THREADS> loader_x;
     WLoader loader_w;
-    loader_x.open(x, ldx, rows, m0, m_end, thread);
-    loader_w.open(w, ldw, n0, n_end, thread);
-    float acc[TM][TN];
+    loader_x.open(ldx, rows, m0, m_end, thread);
+    loader_w.open(first_byte, k_end, n0, n_end, thread);
 #pragma unroll
     for (int i = 0; i < TM; ++i)
 #pragma unroll
         for (int j = 0; j < TN; ++j) acc[i][j] = 0.0f;
 
-    loader_x.fetch();
-    loader_w.fetch();
+    int k = TILE_K; /* columns of W fetched so far */
+    loader_w.fetch(w, k);
 #pragma unroll 1
-    for (int k = TILE_K; ; k += TILE_K) {
-        loader_x.store(shared_x, thread);
-        loader_w.store(shared_w, thread);
+    for (;;) {
+        const int again = thread_again();
+        loader_x.fetch(x);
+        loader_w.store(shared_w, again);
+        loader_x.store(shared_x, again);
         __syncthreads();
         const bool more = k < k_end;
-        if (more) { /* in flight while this step's products are computed */
-            loader_x.fetch();
-            loader_w.fetch();
-        }
+        k += TILE_K;
+        if (more) loader_w.fetch(w, k);
+        const float *row_x = &shared_x[0][2 * ((LEAN ? again : thread) / TX)],
+                    *row_w = &shared_w[0][2 * ((LEAN ? again : thread) % TX)];
 #pragma unroll
         for (int kk = 0; kk < TILE_K; ++kk) {
             float a[TM], b[TN];
 #pragma unroll
             for (int i = 0; i < TM; i += 2) {
-                const float2 pair = *(const float2 *)&shared_x[kk][2 * ty + TY * i];
+                const float2 pair = *(const float2 *)(row_x + kk * (ROWS + 2) + TY * i);
                 a[i] = pair.x;
                 a[i + 1] = pair.y;
             }
 #pragma unroll
             for (int j = 0; j < TN; j += 2) {
-                const float2 pair = *(const float2 *)&shared_w[kk][2 * tx + TX * j];
+                const float2 pair = *(const float2 *)(row_w + kk * PITCH + TX * j);
                 b[j] = pair.x;
                 b[j + 1] = pair.y;
             }
@@ -212,6 +206,14 @@ static __device__ __forceinline__ void matmul_tile(float (&shared_x)[TILE_K][ROW
         if (!more) break;
         __syncthreads();
     }
+}
+
+/* y = acc (+ bias) (+ y) for the rows and columns of the tile that exist. */
+template <int ROWS, int COLS, int TM, int TN>
+static __device__ __forceinline__ void matmul_store(const float (&acc)[TM][TN], float *y, int ldy, const float *bias,
+                                                    int m0, int m_end, int n0, int n_end, int accumulate) {
+    const int TX = COLS / TN, TY = ROWS / TM;
+    const int thread = thread_again(), tx = thread % TX, ty = thread / TX;
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
         const int m = m0 + 2 * ty + TY * (i & ~1) + (i & 1);

@@ -406,7 +406,7 @@ def expert_products(tokens: int, experts: int, k: int, hidden: int, inner: int, 
         def grouped(source: Any, stride: int, gather: Any, w: Any, n: int, cols: int, target: Any) -> None:
             device.launch(
                 "matmul_q4_grouped", (ceil_div(n, 128), bound), 128,
-                source, i32(stride), gather, w, ctypes.c_ulonglong(n // 16 * (cols // 64) * 576), target, i32(n), tiles,
+                source, i32(stride), gather, w, ctypes.c_uint(n // 16 * (cols // 64) * 576), target, i32(n), tiles,
                 tile_count, i32(n), i32(cols),
             )  # fmt: skip
 
