@@ -136,7 +136,7 @@ def test_zeroed_recurrent_state_would_be_noticed(model):
 
 REQUEST = st.fixed_dictionaries({
     "base": st.integers(0, 7), "keep": st.integers(1, 3), "seed": st.integers(0, 3),
-    "size": st.sampled_from([1, 40, 130, 300]), "edit": st.one_of(st.none(), st.integers(0, 299)),
+    "size": st.sampled_from([1, 40, 130, 200]), "edit": st.one_of(st.none(), st.integers(0, 199)),
     "stop": st.one_of(st.none(), st.none(), st.floats(0.1, 1.0)), "reply": st.sampled_from([0, 0, 9]),
     "exact": st.sampled_from([True, True, False]),
     "then": st.sampled_from(["", "flush", "flush", "restart", "lose a file", "clear"]),
@@ -214,7 +214,7 @@ def run_conversations(model: Model, examples: int) -> None:
     totals: Counter[str] = Counter()
 
     @settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(REQUEST, min_size=10, max_size=25))
+    @given(st.lists(REQUEST, min_size=10, max_size=18))
     def run(requests) -> None:
         conversations = Conversations(model, totals)
         try:
@@ -229,7 +229,7 @@ def run_conversations(model: Model, examples: int) -> None:
 
 
 def test_any_history_gives_the_bits_of_a_cold_run(model):
-    run_conversations(model, 12)
+    run_conversations(model, 6)
 
 
 @pytest.mark.slow
