@@ -15,8 +15,9 @@ from starlette.types import Receive, Send
 from engine.core import Progress
 from server import sse
 from server.errors import ApiError, to_api_error
+from server.job import Failed, Finished, Job, JobEvent
 from server.transport import AccessRecord, on_disconnect, send_json
-from server.worker import EngineWorker, Failed, Finished, Job, JobEvent
+from server.worker import EngineWorker
 
 log = logging.getLogger("fermion.api")
 
@@ -38,7 +39,7 @@ class AnswerWriter(Protocol):
 @asynccontextmanager
 async def _running(worker: EngineWorker, job: Job, record: AccessRecord, receive: Receive) -> AsyncIterator[None]:
     """Submit `job` (ApiError if there is no room) and withdraw it if the block is left before its end."""
-    record.prompt_tokens = job.prompt_tokens
+    record.prompt_tokens = job.work.prompt_tokens
     worker.submit(job)
     try:
         async with on_disconnect(receive, lambda: worker.cancel(job)):

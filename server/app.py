@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -17,18 +19,50 @@ from engine.tokenizer import Tokenizer
 from server.config import ServerConfig
 from server.errors import ApiError
 from server.generation import ChoiceBuilder
+from server.inspect_routes import ApplyTemplate, Detokenize, MetricsPage, RequestState, Tokenize
 from server.logprobs import TokenNames
+from server.metrics import Metrics
 from server.prompt import GenerationDefaults, PromptBuilder
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
 from server.template import ChatTemplate
 from server.transport import Dispatcher, KeyCheck, RequestEnvelope
-from server.worker import EngineWorker
+from server.worker import EngineWorker, GeneratingEngine
 
 log = logging.getLogger("fermion.server")
 
 _OPEN_PATHS = frozenset({"/health"})
 # After the grace period, how long connections get to deliver their final error event.
 _LAST_WORDS_S = 5
+
+
+def create_service(
+    directory: Path,
+    load_engine: Callable[[], GeneratingEngine],
+    *,
+    model_name: str,
+    queue_size: int,
+    keep_alive_s: float,
+    max_body_bytes: int,
+) -> Service:
+    """Everything behind the endpoints, for the checkpoint in `directory`.
+
+    ModelFileError if its text files are missing or wrong. The engine is loaded when the worker is started.
+    """
+    tokenizer = Tokenizer.load(directory)
+    prompts = PromptBuilder(tokenizer, ChatTemplate.load(directory), GenerationDefaults.load(directory))
+    metrics = Metrics(model_name)
+    worker = EngineWorker(load_engine, max_queued=queue_size, observe=metrics.observe)
+    metrics.watch(worker)
+    return Service(
+        worker=worker,
+        prompts=prompts,
+        choices=ChoiceBuilder(prompts, (directory / "tokenizer.json").read_text("utf-8")),
+        tokens=TokenNames(tokenizer),
+        metrics=metrics,
+        model=model_name,
+        keep_alive_s=keep_alive_s,
+        max_body_bytes=max_body_bytes,
+    )
 
 
 def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins: tuple[str, ...] = ()) -> ASGIApp:
@@ -38,6 +72,12 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             ("POST", "/v1/chat/completions", ChatCompletions(service)),
             ("GET", "/v1/models", ModelsList(service)),
             ("GET", "/v1/models/", ModelEntry(service)),
+            ("GET", "/v1/requests/", RequestState(service)),
+            ("DELETE", "/v1/requests/", RequestState(service)),
+            ("POST", "/tokenize", Tokenize(service)),
+            ("POST", "/detokenize", Detokenize(service)),
+            ("POST", "/apply-template", ApplyTemplate(service)),
+            ("GET", "/metrics", MetricsPage(service)),
             ("GET", "/health", Health(service)),
         ]
     )
@@ -105,18 +145,15 @@ def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[Grac
     ModelFileError if the checkpoint's text files are missing or wrong; the weights are checked by the engine.
     """
     directory = config.model
-    tokenizer = Tokenizer.load(directory)
-    template = ChatTemplate.load(directory)
-    prompts = PromptBuilder(tokenizer, template, GenerationDefaults.load(directory))
-    worker = EngineWorker(lambda: Engine.load(directory, engine_config), max_queued=config.queue_size)
-    service = Service(
-        worker=worker,
-        choices=ChoiceBuilder(prompts, (directory / "tokenizer.json").read_text("utf-8")),
-        tokens=TokenNames(tokenizer),
-        model=config.served_model_name,
+    service = create_service(
+        directory,
+        lambda: Engine.load(directory, engine_config),
+        model_name=config.served_model_name,
+        queue_size=config.queue_size,
         keep_alive_s=config.keep_alive_s,
         max_body_bytes=config.max_body_bytes,
     )
+    worker = service.worker
     app = create_app(service, api_keys=config.api_keys, cors_origins=config.cors_origins)
     server = GracefulServer(
         uvicorn.Config(

@@ -11,10 +11,10 @@ from typing import Any
 from engine.core import Progress, TokenLogprobs
 from server import sse
 from server.errors import to_api_error
+from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started
 from server.logprobs import TokenNames
 from server.textstream import TextDelta
 from server.toolcalls import ToolCallDelta
-from server.worker import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class UsageCount:
         self.reasoning_tokens += finished.reasoning_tokens
         if finished.index == 0:
             self.cached_tokens = finished.cached_tokens
+
+    def reset(self) -> None:
+        """Forget what was generated."""
+        self.completion_tokens = self.reasoning_tokens = self.cached_tokens = 0
 
     def wire(self) -> dict[str, Any]:
         """The `usage` object."""
@@ -88,6 +92,8 @@ class ChatStream:
             case Finished():
                 usage = self._event([], usage=self._usage.wire()) if self._include_usage else b""
                 return usage + sse.DONE
+            case Restarted():
+                raise AssertionError("a stream cannot start anew")
             case Failed():
                 return sse.error_event(to_api_error(event.error))
 
@@ -172,7 +178,10 @@ class ChatAnswer:
 
     def add(self, event: JobEvent) -> None:
         """Take in one event."""
-        if isinstance(event, ChoiceFinished):
+        if isinstance(event, Restarted):
+            self._choices = [_Choice() for _ in range(self._head.choices)]
+            self._usage.reset()
+        elif isinstance(event, ChoiceFinished):
             self._usage.add(event)
             self._choices[event.index].reason = event.reason
         elif isinstance(event, Deltas):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from engine.core import GenerationRequest
@@ -12,6 +13,7 @@ from engine.tokenizer import Tokenizer
 from server.constraint import AnswerConstraint
 from server.errors import invalid, unsupported
 from server.grammar import Grammar, GrammarCompiler
+from server.job import BACKGROUND_PRIORITY, Choice, Work
 from server.prompt import THINK_END, PromptBuilder, output_limit, stop_strings
 from server.schema import (
     ChatCompletionRequest,
@@ -22,7 +24,6 @@ from server.schema import (
 )
 from server.textstream import TextStream
 from server.toolcalls import CALL_END, CALL_START, ToolCallParser
-from server.worker import Choice
 
 # How thinking ends when it is ended from outside, and what stands between it and an answer: the template's own text.
 _FORCED_END = f"\n{THINK_END}\n\n"
@@ -53,8 +54,8 @@ class ChoiceBuilder:
             call_end=tokenizer.encode(CALL_END, allow_special=True),
         )
 
-    def chat(self, request: ChatCompletionRequest, request_id: str, context_length: int) -> list[Choice]:
-        """The choices of a chat request. Raises ApiError or RequestError for whatever cannot be served."""
+    def chat(self, request: ChatCompletionRequest, request_id: str, context_length: int) -> Work:
+        """The work of a chat request. Raises ApiError or RequestError for whatever cannot be served."""
         stops = stop_strings(request.stop)
         chat = self._prompts.chat(request)
         generation = self._prompts.generation_request(
@@ -70,8 +71,9 @@ class ChoiceBuilder:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         grammar = self._grammar(request)
         budget = _thinking_budget(request) if chat.in_reasoning else None
-        choices: list[Choice] = []
-        for index in range(request.n or 1):
+        needs_constraint = grammar is not None or budget is not None
+
+        def make(index: int) -> Choice:
             stream = TextStream(
                 self._tokenizer.token_bytes,
                 think_end=self._think_end,
@@ -80,21 +82,17 @@ class ChoiceBuilder:
                 tools=_tool_parser(request),
                 tool_start=self._call_start,
             )
-            variant = _variant(generation, index)
-            if grammar is not None or budget is not None:
-                variant = replace(variant, constraint=self._constraint(grammar, budget, chat.in_reasoning))
-            choices.append((variant, stream))
-        return choices
+            constraint = self._constraint(grammar, budget, chat.in_reasoning) if needs_constraint else None
+            return replace(_variant(generation, index), constraint=constraint), stream
 
-    def text(self, generation: GenerationRequest, count: int, stops: tuple[str, ...]) -> list[Choice]:
-        """The choices of a raw completion: no thinking, no calls."""
-        return [
-            (
-                _variant(generation, index),
-                TextStream(self._tokenizer.token_bytes, think_end=self._think_end, in_reasoning=False, stops=stops),
-            )
-            for index in range(count)
-        ]
+        background = is_background(request)
+        return Work(
+            choices=[partial(make, index) for index in range(request.n or 1)],
+            prompt_tokens=len(generation.prompt.token_ids),
+            max_tokens=generation.max_tokens,
+            priority=request.priority if request.priority is not None else BACKGROUND_PRIORITY if background else 0,
+            may_restart=background and not request.stream,
+        )
 
     def _constraint(self, grammar: Grammar | None, budget: int | None, in_reasoning: bool) -> AnswerConstraint:
         return AnswerConstraint(
@@ -135,6 +133,21 @@ class ChoiceBuilder:
         if kind == "regex":
             return self._grammars.regex(value, param)
         return self._grammars.choice(value, param) if kind == "choice" else self._grammars.lark(value, param)
+
+
+def is_background(request: ChatCompletionRequest) -> bool:
+    """Whether nobody waits for the answer: titles, tags and the like that front ends ask for beside a chat.
+
+    They say so in `metadata.task`, or begin the prompt in the way of Open WebUI's task templates.
+    """
+    if request.priority is not None:
+        return request.priority > 0
+    if request.stream:
+        return False
+    if request.metadata is not None and request.metadata.get("task"):
+        return True
+    content = request.messages[-1].content if request.messages else None
+    return isinstance(content, str) and content.lstrip().startswith("### Task:")
 
 
 def callable_tools(request: ChatCompletionRequest) -> dict[str, Tool]:

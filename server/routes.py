@@ -6,6 +6,7 @@ Every check that can refuse (schema, template, context, room in the queue) is ma
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Iterable
@@ -18,10 +19,13 @@ from server import answering
 from server.chatwire import AnswerHead, ChatAnswer, ChatStream, UsageCount
 from server.errors import ApiError, invalid
 from server.generation import ChoiceBuilder
+from server.job import Job, Work
 from server.logprobs import TokenNames
+from server.metrics import Metrics
+from server.prompt import PromptBuilder
 from server.schema import ChatCompletionRequest, parse_request, reject_unsupported, unknown_fields
-from server.transport import REST_OF_PATH, read_body, record_of, send_json
-from server.worker import Choice, EngineWorker, Job
+from server.transport import REST_OF_PATH, header, read_body, record_of, send_json
+from server.worker import EngineWorker
 
 log = logging.getLogger("fermion.api")
 
@@ -51,8 +55,10 @@ class Service:
     """
 
     worker: EngineWorker
+    prompts: PromptBuilder
     choices: ChoiceBuilder
     tokens: TokenNames
+    metrics: Metrics
     model: str
     keep_alive_s: float
     max_body_bytes: int
@@ -68,6 +74,15 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
+
+    def job(self, scope: Scope, work: Work, body: bytes) -> Job:
+        """The job of a checked request. One that a client library repeats replaces its earlier self."""
+        given = header(scope, b"authorization") or header(scope, b"x-api-key") or b""
+        digest = hashlib.sha256(b"\0".join((scope["path"].encode(), given, body))).digest()
+        if (header(scope, b"x-stainless-retry-count") or b"0") != b"0":
+            for orphan in self.worker.repetitions(digest):
+                self.worker.cancel(orphan)
+        return Job(record_of(scope).request_id, work, digest)
 
     def model_object(self) -> dict[str, Any]:
         """The entry of the models list."""
@@ -88,10 +103,10 @@ class ChatCompletions:
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
         # Parsing and tokenising a long conversation takes a while, and others are being answered meanwhile.
-        request, choices = await asyncio.to_thread(self._prepare, body, record.request_id)
-        job = Job(record.request_id, choices)
-        head = AnswerHead(f"chatcmpl-{record.request_id}", int(time.time()), service.model, len(choices))
-        usage = UsageCount(job.prompt_tokens)
+        request, work = await asyncio.to_thread(self._prepare, body, record.request_id)
+        job = service.job(scope, work, body)
+        head = AnswerHead(f"chatcmpl-{record.request_id}", int(time.time()), service.model, len(work.choices))
+        usage = UsageCount(work.prompt_tokens)
         if request.stream:
             stream = ChatStream(
                 head,
@@ -105,7 +120,7 @@ class ChatCompletions:
             answer = ChatAnswer(head, usage, service.tokens)
             await answering.whole(service.worker, job, answer, record, receive, send, service.keep_alive_s)
 
-    def _prepare(self, body: bytes, request_id: str) -> tuple[ChatCompletionRequest, list[Choice]]:
+    def _prepare(self, body: bytes, request_id: str) -> tuple[ChatCompletionRequest, Work]:
         """Everything that can refuse the request but the queue. Runs in a helper thread."""
         service = self._service
         request = parse_request(ChatCompletionRequest, body)

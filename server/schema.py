@@ -203,6 +203,7 @@ class ChatCompletionRequest(StreamableRequest):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     return_progress: bool | None = None
+    priority: int | None = Field(default=None, ge=-100, le=100)
     # Hints about storage, billing and attribution: they change no answer, so they are taken and not used.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -212,6 +213,21 @@ class ChatCompletionRequest(StreamableRequest):
     prompt_cache_retention: str | None = None
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
+
+
+class TokenizeRequest(WireModel):
+    """A text or the messages of a chat request; what else belongs to a chat request is read by its own schema."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    parse_special: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(WireModel):
+    model: str | None = None
+    tokens: list[int]
 
 
 # Fields that change an answer and are not implemented: the values that ask for nothing are let through.
@@ -297,11 +313,15 @@ def _check_text(text: str, path: str) -> None:
         raise invalid(message, path or None, "invalid_unicode") from None
 
 
-def parse_request(kind: type[Request], body: bytes) -> Request:
-    """A checked request of type `kind`; a 400 names the JSON path, what was expected and what was got."""
+def parse_request(kind: type[Request], body: bytes, defaults: Mapping[str, Any] | None = None) -> Request:
+    """A checked request of type `kind`; a 400 names the JSON path, what was expected and what was got.
+
+    defaults: fields that may be left out here.
+    """
     value = parse_json(body)
     if not isinstance(value, dict):
         raise invalid(f"The request body must be a JSON object, not {_type_name(value)}.", None, "invalid_json")
+    value = {**(defaults or {}), **value}
     try:
         return kind.model_validate(value)
     except ValidationError as error:

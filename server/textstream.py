@@ -38,7 +38,11 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.matched = False
+        self.match: str | None = None
+
+    @property
+    def matched(self) -> bool:
+        return self.match is not None
 
     def feed(self, text: str) -> str:
         """Text that is certain to precede any stop string; empty for ever after a match."""
@@ -51,7 +55,7 @@ class StopMatcher:
             ((start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0), default=None
         )
         if match is not None:
-            self.matched = True
+            self.match = text[match[1] : match[0]]
             self._held = ""
             return text[: match[1]]
         held = max(_overlap(text, stop) for stop in self._stops)
@@ -109,6 +113,11 @@ class TextStream:
     def stopped(self) -> bool:
         """A stop string was met, or the one wanted call is complete: nothing that follows may be shown."""
         return self._stop.matched or (self._tools is not None and self._tools.finished)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was met."""
+        return self._stop.match
 
     @property
     def in_reasoning(self) -> bool:

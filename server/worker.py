@@ -7,27 +7,28 @@ so that a stop string ends generation before the next token is computed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections import OrderedDict
+from collections.abc import Callable, Generator
 from typing import Protocol
 
 from engine.core import FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
 from engine.errors import Cancelled, FermionError, KernelError
 from server.errors import ApiError
-from server.textstream import Delta, TextStream
+from server.job import ChoiceFinished, Deltas, Failed, Finished, Job, JobState, JobStatus, Started
+from server.pace import Pace
+from server.textstream import TextStream
 
 log = logging.getLogger("fermion.worker")
 
 # Bounds of Retry-After in seconds: official clients ignore more than two minutes.
 _RETRY_MIN_S = 1
 _RETRY_MAX_S = 120
+# Finished jobs whose last state can still be asked for.
+_REMEMBERED = 64
 
 
 class GeneratingEngine(Protocol):
@@ -43,128 +44,34 @@ class GeneratingEngine(Protocol):
     def close(self) -> None: ...
 
 
-class JobState(StrEnum):
-    """Where a job is. The last three are final."""
-
-    QUEUED = "queued"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The job left the queue; prefill begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deltas:
-    """New text of choice `index`. logprobs: (token id, log-probabilities) of the answer tokens behind it, if asked."""
-
-    index: int
-    deltas: Sequence[Delta]
-    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceFinished:
-    """Choice `index` is complete. reason: "stop", "length" or "tool_calls"; counts in tokens."""
-
-    index: int
-    reason: str
-    completion_tokens: int
-    reasoning_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The last event of a job that ran to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The last event of a job that did not."""
-
-    error: BaseException
-
-
-Choice = tuple[GenerationRequest, TextStream]
-JobEvent = Started | Progress | Deltas | ChoiceFinished | Finished | Failed
-
-
-class Job:
-    """One request on its way through the queue and the engine.
-
-    choices: what to generate, each with the stream that turns its tokens to text; they run one after another.
-    Events are read on the event loop that made the job. Times are seconds of `time.monotonic`.
-    """
-
-    def __init__(self, job_id: str, choices: Sequence[Choice]) -> None:
-        self.id = job_id
-        self.choices = choices
-        self.state = JobState.QUEUED
-        self.progress: Progress | None = None
-        self.completion_tokens = 0
-        self.created_at = time.monotonic()
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
-        self.finished_at: float | None = None
-        self._events: asyncio.Queue[JobEvent] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._is_cancelled = False
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.choices[0][0].prompt.token_ids)
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._is_cancelled
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in (JobState.FINISHED, JobState.CANCELLED, JobState.FAILED)
-
-    async def next_event(self, timeout_s: float) -> JobEvent | None:
-        """The next event, or None after `timeout_s` of silence."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._events.get()
-        except TimeoutError:
-            return None
-
-    def post(self, event: JobEvent) -> None:
-        """Report to the event loop; callable from any thread. A loop that is gone takes its job with it."""
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:
-            self._is_cancelled = True
-
-    def request_cancel(self) -> None:
-        self._is_cancelled = True
-
-
 class EngineWorker:
-    """Queue and thread. All public methods are called from the event loop, unless they say otherwise.
+    """Queue and thread. Public methods may be called from any thread; jobs are made on an event loop.
 
-    load: makes the engine, called once in the worker's thread; max_queued: jobs that may wait.
+    load: makes the engine, called once in the worker's thread; max_queued: jobs that may wait;
+    observe: told of every job that is over, in the worker's thread or the caller's.
     """
 
-    def __init__(self, load: Callable[[], GeneratingEngine], *, max_queued: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[], GeneratingEngine],
+        *,
+        max_queued: int,
+        observe: Callable[[Job], None] = lambda job: None,
+    ) -> None:
         self._load = load
         self._max_queued = max_queued
+        self._observe = observe
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
+        self._queue: list[Job] = []
         self._running: Job | None = None
+        self._active: dict[str, Job] = {}
+        self._over: OrderedDict[str, JobStatus] = OrderedDict()
+        self._pace = Pace()
         self._engine: GeneratingEngine | None = None
         self._context_length = 0
         self._closing = False
         self._draining = False
         self._failure: BaseException | None = None
-        self._job_seconds = 0.0
         self._thread = threading.Thread(target=self._main, name="fermion-engine", daemon=True)
 
     def start(self) -> None:
@@ -207,7 +114,7 @@ class EngineWorker:
             raise ApiError(503, "The server is shutting down.", code="shutting_down")
         if self._engine is None:
             raise ApiError(503, "The model is still being loaded.", code="model_loading", retry_after_s=5)
-        if len(self._queue) >= self._max_queued:
+        if len(self._queue) + self.running > self._max_queued:
             raise ApiError(
                 429,
                 f"The queue is full: {len(self._queue)} requests are waiting. Try again later.",
@@ -216,10 +123,13 @@ class EngineWorker:
             )
 
     def submit(self, job: Job) -> None:
-        """Queue `job`, or raise ApiError."""
+        """Queue `job`, or raise ApiError. A running job that can start anew gives way to a more urgent one."""
         with self._changed:
             self.check_admission()
             self._queue.append(job)
+            self._active[job.id] = job
+            if self._running is not None and self._running.gives_way_to(job):
+                self._running.is_preempted = True
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -230,10 +140,34 @@ class EngineWorker:
                 self._queue.remove(job)
                 self._finish(job, JobState.CANCELLED, Failed(Cancelled("The request was withdrawn while queued.")))
 
-    def queue_position(self, job: Job) -> int | None:
-        """How many jobs stand before a waiting one; None if it does not wait."""
+    def active_job(self, job_id: str) -> Job | None:
+        """The job with this id, unless it is over."""
+        return self._active.get(job_id)
+
+    def repetitions(self, digest: bytes) -> list[Job]:
+        """Jobs of the same request that are not over."""
         with self._changed:
-            return self._queue.index(job) if job in self._queue else None
+            return [job for job in self._active.values() if job.digest == digest]
+
+    def status(self, job_id: str) -> JobStatus | None:
+        """State of a job that is not over, or was among the last to be."""
+        with self._changed:
+            job = self._active.get(job_id)
+            return self._over.get(job_id) if job is None else job.status()
+
+    def queue_position(self, job: Job) -> int | None:
+        """How many waiting jobs stand before a waiting one; None if it does not wait."""
+        with self._changed:
+            return self._before(job).index(job) if job in self._queue else None
+
+    def seconds_left(self, job: Job) -> float:
+        """Estimated time until `job` is done, from measured speeds; 0 as long as nothing is known."""
+        with self._changed:
+            ahead = [] if self._running is None else [self._running]
+            if job in self._queue:
+                order = self._before(job)
+                ahead += order[: order.index(job) + 1]
+            return sum(self._pace.seconds_left(other) for other in ahead)
 
     def drain(self) -> None:
         """Refuse new jobs from now on; those accepted go on."""
@@ -243,32 +177,50 @@ class EngineWorker:
     def abort_all(self, error: ApiError) -> None:
         """End every job with `error`, waiting or running."""
         with self._changed:
-            for job in self._queue:
-                self._finish(job, JobState.FAILED, Failed(error))
-            self._queue.clear()
+            self._fail_queue(error)
             if self._running is not None:
                 self._running.request_cancel()
                 self._running.post(Failed(error))
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Stop the thread and close the engine; blocks for the rest of the running step. Any thread may call it."""
+        """Stop the thread and close the engine; blocks for the rest of the running step."""
         with self._changed:
             self._draining = True
             self._closing = True
-            for job in self._queue:
-                self._finish(job, JobState.CANCELLED, Failed(Cancelled("The server is shutting down.")))
-            self._queue.clear()
+            self._fail_queue(Cancelled("The server is shutting down."))
             if self._running is not None:
                 self._running.request_cancel()
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
+    # The lock is held by those who call these.
+
+    def _before(self, job: Job) -> list[Job]:
+        """The waiting jobs in the order in which they would start now."""
+        now = time.monotonic()
+        return sorted(self._queue, key=lambda waiting: waiting.urgency(now))
+
     def _retry_after_s(self) -> int:
         """Estimated seconds until a place is free: the queue moves by one when the running job ends."""
-        job = self._running
-        elapsed = time.monotonic() - job.started_at if job is not None and job.started_at is not None else 0.0
-        return max(_RETRY_MIN_S, min(_RETRY_MAX_S, math.ceil(self._job_seconds - elapsed)))
+        left = 0.0 if self._running is None else self._pace.seconds_left(self._running)
+        return max(_RETRY_MIN_S, min(_RETRY_MAX_S, math.ceil(left)))
+
+    def _fail_queue(self, error: FermionError) -> None:
+        state = JobState.CANCELLED if isinstance(error, Cancelled) else JobState.FAILED
+        for job in self._queue:
+            self._finish(job, state, Failed(error))
+        self._queue.clear()
+
+    def _finish(self, job: Job, state: JobState, event: Finished | Failed) -> None:
+        job.state = state
+        job.finished_at = time.monotonic()
+        self._active.pop(job.id, None)
+        self._over[job.id] = job.status()
+        while len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+        self._observe(job)
+        job.post(event)
 
     # From here on: the worker's thread.
 
@@ -282,10 +234,8 @@ class EngineWorker:
         self._context_length = engine.context_length
         self._engine = engine
         try:
-            while (job := self._take()) is not None:
+            while self._failure is None and (job := self._take()) is not None:
                 self._run(engine, job)
-                if self._failure is not None:
-                    break
         finally:
             engine.close()
 
@@ -294,44 +244,40 @@ class EngineWorker:
             self._changed.wait_for(lambda: self._queue or self._closing)
             if self._closing:
                 return None
-            job = self._queue.popleft()
-            job.started_at = time.monotonic()
+            now = time.monotonic()
+            job = min(self._queue, key=lambda waiting: waiting.urgency(now))
+            self._queue.remove(job)
+            job.started_at = now
             job.state = JobState.PREFILL
             self._running = job
         return job
 
     def _run(self, engine: GeneratingEngine, job: Job) -> None:
-        started = time.monotonic()
-        state, last = JobState.FINISHED, self._generate(engine, job)
-        if isinstance(last, Failed):
-            state = JobState.CANCELLED if isinstance(last.error, Cancelled) else JobState.FAILED
-        else:
-            seconds = time.monotonic() - started
-            self._job_seconds = 0.8 * self._job_seconds + 0.2 * seconds if self._job_seconds else seconds
+        last = self._generate(engine, job)
         with self._changed:
             self._running = None
-            if isinstance(last, Failed) and isinstance(last.error, KernelError):
-                self._fail(last.error)
-            self._finish(job, state, last)
-
-    def _fail(self, error: KernelError) -> None:
-        """State touched by a failed kernel is suspect, and so is the device: nothing more is computed here."""
-        self._failure = error
-        for job in self._queue:
-            self._finish(job, JobState.FAILED, Failed(error))
-        self._queue.clear()
-
-    def _finish(self, job: Job, state: JobState, event: Finished | Failed) -> None:
-        job.state = state
-        job.finished_at = time.monotonic()
-        job.post(event)
+            if isinstance(last, Finished):
+                self._finish(job, JobState.FINISHED, last)
+                self._pace.learn(job)
+            elif not isinstance(last.error, Cancelled):
+                if isinstance(last.error, KernelError):
+                    # State touched by a failed kernel is suspect, and so is the device: nothing more is computed here.
+                    self._failure = last.error
+                    self._fail_queue(last.error)
+                self._finish(job, JobState.FAILED, last)
+            elif job.is_preempted and not job.is_cancelled:
+                job.restart()
+                self._queue.append(job)
+            else:
+                self._finish(job, JobState.CANCELLED, last)
 
     def _generate(self, engine: GeneratingEngine, job: Job) -> Finished | Failed:
         try:
             job.post(Started())
-            for index, (request, stream) in enumerate(job.choices):
-                if job.is_cancelled:
+            for index, make in enumerate(job.work.choices):
+                if job.must_stop:
                     raise Cancelled("The request was withdrawn.")
+                request, stream = make()
                 self._generate_choice(engine, job, index, request, stream)
         except FermionError as error:
             return Failed(error)
@@ -346,7 +292,7 @@ class EngineWorker:
         tokens, cached = 0, 0
         logprobs: list[tuple[int, TokenLogprobs]] = []
         reason = FinishReason.LENGTH
-        steps = engine.generate(request, lambda: job.is_cancelled)
+        steps = engine.generate(request, lambda: job.must_stop)
         try:
             for step in steps:
                 if isinstance(step, Progress):
@@ -370,7 +316,7 @@ class EngineWorker:
                 if stream.stopped:
                     reason = FinishReason.STOP
                     break
-                if job.is_cancelled:
+                if job.must_stop:
                     raise Cancelled("The request was withdrawn.")
         finally:
             steps.close()
@@ -379,5 +325,12 @@ class EngineWorker:
             job.post(Deltas(index, deltas, logprobs))
         called = stream.has_tool_calls and reason is FinishReason.STOP
         job.post(
-            ChoiceFinished(index, "tool_calls" if called else reason.value, tokens, stream.reasoning_tokens, cached)
+            ChoiceFinished(
+                index,
+                "tool_calls" if called else reason.value,
+                tokens,
+                stream.reasoning_tokens,
+                cached,
+                stream.stop_string,
+            )
         )

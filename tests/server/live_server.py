@@ -19,12 +19,7 @@ from fake_engine import FakeEngine
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine.tokenizer import Tokenizer
-from server.app import GracefulServer, create_app
-from server.generation import ChoiceBuilder
-from server.logprobs import TokenNames
-from server.prompt import GenerationDefaults, PromptBuilder
-from server.routes import Service
-from server.template import ChatTemplate
+from server.app import GracefulServer, create_app, create_service
 from server.worker import EngineWorker
 
 MODEL = "test-model"
@@ -71,7 +66,6 @@ class LiveServer:
 
     engine: FakeEngine
     worker: EngineWorker
-    prompts: PromptBuilder
     server: GracefulServer
     thread: threading.Thread
     port: int
@@ -101,16 +95,15 @@ def start(
     """Serve the checkpoint texts in `directory`."""
     tokenizer = Tokenizer.load(directory)
     engine = FakeEngine(tokenizer, context_length=context_length)
-    worker = EngineWorker(lambda: engine, max_queued=queue_size)
-    prompts = PromptBuilder(tokenizer, ChatTemplate.load(directory), GenerationDefaults.load(directory))
-    service = Service(
-        worker=worker,
-        choices=ChoiceBuilder(prompts, (directory / "tokenizer.json").read_text("utf-8")),
-        tokens=TokenNames(tokenizer),
-        model=MODEL,
+    service = create_service(
+        directory,
+        lambda: engine,
+        model_name=MODEL,
+        queue_size=queue_size,
         keep_alive_s=keep_alive_s,
         max_body_bytes=max_body_bytes,
     )
+    worker = service.worker
     app = create_app(service, api_keys=tuple(api_keys), cors_origins=tuple(cors_origins))
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
@@ -118,7 +111,7 @@ def start(
     worker.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    live = LiveServer(engine, worker, prompts, server, thread, listener.getsockname()[1])
+    live = LiveServer(engine, worker, server, thread, listener.getsockname()[1])
     _wait_until_ready(live)
     return live
 
