@@ -115,9 +115,9 @@ def plan(
 ) -> list[Placement]:
     """Snapshots to take while prefilling [resume, tokens), ascending, each in (resume, tokens - 1].
 
-    boundaries: ascending ends of template parts (`Prompt.boundaries`): the first is the end of system and tools,
-    one within 16 tokens of the end is the header of the generation prompt, the others start messages. The end of
-    a message and the end of the next header may both be given; a canonical cut just behind a boundary takes its place.
+    boundaries: ascending ends of template parts (`Prompt.boundaries`): the first is the end of system and tools, one
+    within 16 tokens of the end belongs to the generation prompt, the others end messages. Ends of headers may be
+    given too. A canonical cut just behind a boundary (the end of the next header) takes its place.
     matched: tokens of this prompt that the index knows (`Outcome.matched`, less than `tokens`); where they exceed
     `resume` by more than a page, prompts branch there for the second time and the branch gets its own snapshot.
     Positions at or below `tokens - 1` only: the last prompt token must be forwarded to give logits.
@@ -149,7 +149,7 @@ def plan(
         if point != generation:
             want(_cut_behind(point, cuts), Kind.SYSTEM if index == 0 else Kind.MESSAGE)
     if generation is not None:
-        want(generation, Kind.GENERATION)
+        want(_cut_behind(generation, cuts), Kind.GENERATION)
     if matched > resume + PAGE_TOKENS:
         want(_grid_floor(matched, cuts), Kind.BRANCH)
 

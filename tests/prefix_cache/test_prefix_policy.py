@@ -94,8 +94,7 @@ def test_message_end_and_next_header_end_are_one_place():
 
 def test_canonical_cut_behind_a_message_end_is_used():
     placed = plan(1002, [397, 997], [400, 1000], Cuts.CANONICAL)
-    assert [p.position for p in placed] == [400]
-    assert placed[0].kind is Kind.SYSTEM
+    assert placed == [Placement(400, Kind.SYSTEM), Placement(1000, Kind.GENERATION)]
 
 
 def test_branch_is_placed_on_second_sight_only():
@@ -126,8 +125,10 @@ def test_every_placement_is_exact_and_in_range(n, bounds, mode, resume, matched)
 
 
 @pytest.mark.parametrize("mode", list(Cuts))
-def test_generation_prompt_is_reached_in_every_mode(mode):
+@pytest.mark.parametrize("given", [5, 2])
+def test_generation_prompt_is_cut_before_the_thinking_in_every_mode(mode, given):
+    """Whether the boundary is the end of the last message or of the assistant's header."""
     tokens = ids(turn(USER, [9] * 700), [START, ASSISTANT, NEWLINE, 8, NEWLINE])
     n = len(tokens)
-    placed = plan(n, [n - 2], canonical_cuts(tokens, MARKERS), mode)
+    placed = plan(n, [n - given], canonical_cuts(tokens, MARKERS), mode)
     assert positions(placed, Kind.GENERATION) == [n - 2]
