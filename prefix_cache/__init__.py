@@ -8,19 +8,23 @@ imports nothing of the engine or the server.
 How an engine uses it, one request:
 
     key = PromptKey(Namespace(fingerprint, scope, salt), token_ids, media)
-    outcome, lease = cache.acquire(key, exact=..., read=...)      # lease: restore state, use its pages in place
-    cuts = canonical_cuts(key.token_ids, markers, key.media)      # the only places where prefill calls may end
+    outcome, lease = cache.acquire(key, exact=..., read=...)
+    if lease: lease.restore([conv, ssm]); state.pages = [*lease.pages, lease.tail.copy()]; position, rope_delta
+    cuts = canonical_cuts(key.token_ids, markers, key.media)
     todo = plan(key.tokens, boundaries, cuts, config.cuts, resume=outcome.position, matched=outcome.matched)
-    flight = cache.flights.begin(key, [p.position for p in todo]) # with several requests at once: see `flight`
-    ... prefill to each planned position, then
-    cache.store(key, state, kind, position, exact_tokens); flight.publish(position)
-    ... on cancel: store(kind=Kind.CANCEL) at the last cut passed; at the end of generation, only if the template
-        will render the turn as generated: store(key.extended(generated), ..., Kind.REPLY, ...)
-    flight.end(); lease.release(); cache.observe_prefill(tokens, seconds)
+    flight = cache.flights.begin(key, [p.position for p in todo])     # if requests can overlap: see `flight`
+    for each position in cuts and todo and the end: prefill up to it, starting a new segment there, and at those
+        of todo: cache.store(key, state, kind, position, exact_tokens); flight.publish(position)
+    on cancel: store(..., Kind.CANCEL, ...) at the last exact position passed (`snap`)
+    after generation, only if the template will render the turn as it was generated:
+        cache.store(key.extended(generated), state, Kind.REPLY, ...)
+    flight.end(); drop the state; lease.release(); cache.observe_prefill(tokens, seconds)
 
-exact_tokens is what makes "warm equals cold, bit for bit" true: the engine counts the leading tokens of a sequence
-that canonical prefill computed. It starts at lease.exact_tokens (or 0 on a miss), follows the position through
-prefill as long as it had reached it, and stops for good at the first decoded token.
+Three rules make "warm equals cold, bit for bit" true. Segments start at the canonical cuts in every run, cached or not.
+Full pages of a lease are used in place and never written; only the tail is copied. And exact_tokens counts the leading
+tokens that canonical prefill computed: it starts at lease.exact_tokens (0 on a miss), follows the position as long as
+it had reached it, and stops for good at the first decoded token. `tests/prefix_cache/cached_model.py` is this wiring
+in small.
 """
 
 from .cache import Lease, PrefixCache, SnapshotInfo, Stored
