@@ -22,7 +22,9 @@ class BuildKernels(build_ext):
     """Compiles the kernels in parallel, skips what is up to date, and links them into the cffi binding."""
 
     def build_extension(self, ext: Extension) -> None:
-        ext.extra_objects = [*ext.extra_objects, *self._compile_kernels()]
+        objects = self._compile_kernels()
+        ext.extra_objects = [*ext.extra_objects, *objects]
+        ext.depends = [*ext.depends, *objects]  # setuptools links again only for what is named here
         super().build_extension(ext)
 
     def _compile_kernels(self) -> list[str]:
