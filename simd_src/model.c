@@ -92,6 +92,10 @@ static int has_packed(const fm_model_spec *s) {
     return 0;
 }
 
+size_t fm_delta_scratch(int key_dim, int value_dim) {
+    return (size_t)FM_DELTA_CHUNK * (4 * (size_t)key_dim + (size_t)value_dim + 2 * FM_DELTA_CHUNK + 2);
+}
+
 const fm_ops *fm_ops_for(const char *tier) {
     static const fm_ops *const tables[] = {&fm_ops_scalar, &fm_ops_ssse3, &fm_ops_avx2, &fm_ops_avx512};
     for (size_t i = 0; i < sizeof(tables) / sizeof(*tables); i++)

@@ -274,13 +274,14 @@ static void delta_recurrent(const fm_delta_args *a) {
 }
 
 /* scores[i][j] <- scale_i exp(G_i - G_j) scores[i][j] for j < i + inclusive, else 0. `scale` NULL: 1. Only the
- * exponential of a difference is taken: e^-G alone overflows. */
-static void decay_mask(float *scores, int tokens, const float *cumulative, const float *scale, int inclusive) {
+ * exponential of a difference is taken, since e^-G alone overflows; and the difference in double, since after one
+ * strong decay the small ones that follow would drown in G. */
+static void decay_mask(float *scores, int tokens, const double *cumulative, const float *scale, int inclusive) {
     float difference[FM_DELTA_CHUNK];
     for (int i = 0; i < tokens; i++) {
         const int visible = i + inclusive;
         float *row = scores + (size_t)i * FM_DELTA_CHUNK;
-        for (int j = 0; j < visible; j++) difference[j] = cumulative[i] - cumulative[j];
+        for (int j = 0; j < visible; j++) difference[j] = (float)(cumulative[i] - cumulative[j]);
         for (int j = visible; j < FM_DELTA_CHUNK; j++) difference[j] = 0.0f, row[j] = 0.0f;
         const vf factor = vset1(scale ? scale[i] : 1.0f);
         for (int j = 0; j < visible; j += VW)
@@ -311,15 +312,14 @@ static void delta_chunk(const fm_delta_args *a) {
     float *q = a->scratch, *k = q + FM_DELTA_CHUNK * dk, *scaled = k + FM_DELTA_CHUNK * dk;
     float *x = scaled + FM_DELTA_CHUNK * dk;        /* [tokens][dv + dk] = [U | -W] */
     float *lower = x + (size_t)FM_DELTA_CHUNK * width, *scores = lower + FM_DELTA_CHUNK * FM_DELTA_CHUNK;
-    float *cumulative = scores + FM_DELTA_CHUNK * FM_DELTA_CHUNK, *grown = cumulative + FM_DELTA_CHUNK;
-    float *minus_beta = grown + FM_DELTA_CHUNK;
-    float sum = 0.0f;
+    float *grown = scores + FM_DELTA_CHUNK * FM_DELTA_CHUNK, *minus_beta = grown + FM_DELTA_CHUNK;
+    double cumulative[FM_DELTA_CHUNK] = {0}, sum = 0.0;
     for (int t = 0; t < tokens; t++) {
         l2norm(a->q + t * a->stride, dk, 1.0f / sqrtf((float)dk), q + (size_t)t * dk);
         l2norm(a->k + t * a->stride, dk, 1.0f, k + (size_t)t * dk);
         sum += a->g[t];
         cumulative[t] = sum;
-        grown[t] = exp_one(sum);
+        grown[t] = exp_one((float)sum);
         minus_beta[t] = -a->beta[t];
         scale_to(a->beta[t], a->v + t * a->stride, dv, x + (size_t)t * width);
         scale_to(minus_beta[t] * grown[t], k + (size_t)t * dk, dk, x + (size_t)t * width + dv);
@@ -337,7 +337,8 @@ static void delta_chunk(const fm_delta_args *a) {
     gemm_nn(tokens, dv, dk, scaled, dk, 1, a->state, dv, a->out, dv);
     gemm_nn(tokens, dv, tokens, scores, FM_DELTA_CHUNK, 1, x, width, a->out, dv);
 
-    for (int t = 0; t < tokens; t++) scale_to(exp_one(sum - cumulative[t]), k + (size_t)t * dk, dk, scaled + (size_t)t * dk);
+    for (int t = 0; t < tokens; t++)
+        scale_to(exp_one((float)(sum - cumulative[t])), k + (size_t)t * dk, dk, scaled + (size_t)t * dk);
     scale_to(grown[tokens - 1], a->state, dk * dv, a->state);
     gemm_nn(dk, dv, tokens, scaled, 1, dk, x, width, a->state, dv);
 }
