@@ -1,4 +1,4 @@
-/* Which kernels this processor gets: the table is filled with scalar and overwritten upward, tier by tier. */
+/* Which kernels this processor gets: one table a tier, chosen by name and never above what the processor can run. */
 #include <string.h>
 
 #include "cpu.h"
@@ -6,29 +6,31 @@
 
 #include "matmul_api.h"
 
-#define TABLE(tier) {#tier, fm_quantize_q8_##tier, fm_q4_matmul_##tier, fm_f32_matmul_##tier, fm_q4_row}
+static const fm_matmul_kernels TABLE[] = {
+    {"scalar", fm_quantize_q8_scalar, fm_q4_matmul_scalar, fm_f32_matmul_scalar, fm_q4_row},
+    {"ssse3", fm_quantize_q8_ssse3, fm_q4_matmul_ssse3, fm_f32_matmul_ssse3, fm_q4_row},
+    {"avx2", fm_quantize_q8_avx2, fm_q4_matmul_avx2, fm_f32_matmul_avx2, fm_q4_row},
+    {"avx512", fm_quantize_q8_avx2, fm_q4_matmul_avx512, fm_f32_matmul_avx512, fm_q4_row},
+};
 
-static const fm_matmul_kernels scalar = TABLE(scalar);
-static const fm_matmul_kernels ssse3 = TABLE(ssse3);
-static const fm_matmul_kernels avx2 = TABLE(avx2);
-/* 512-bit registers gain nothing in quantisation, which is one pass over a few KB. */
-static const fm_matmul_kernels avx512 = {"avx512", fm_quantize_q8_avx2, fm_q4_matmul_avx512, fm_f32_matmul_avx512,
-                                         fm_q4_row};
+/* How many entries of TABLE, from the first, this processor runs. */
+static size_t usable(const fm_cpu *cpu) { return cpu->avx512 ? 4 : cpu->avx2 ? 3 : cpu->ssse3 ? 2 : 1; }
 
 int fm_matmul_kernels_for(const char *tier, fm_matmul_kernels *k) {
     const fm_cpu cpu = fm_cpu_detect();
-    if (strcmp(tier, "scalar") == 0) *k = scalar;
-    else if (strcmp(tier, "ssse3") == 0 && cpu.ssse3) *k = ssse3;
-    else if (strcmp(tier, "avx2") == 0 && cpu.avx2) *k = avx2;
-    else if (strcmp(tier, "avx512") == 0 && cpu.avx512) *k = avx512;
-    else return -1;
-    if (k->q4_matmul == fm_q4_matmul_avx2 && cpu.avx_vnni) k->q4_matmul = fm_q4_matmul_avxvnni;
-    return 0;
+    for (size_t i = 0; i < usable(&cpu); i++) {
+        if (strcmp(tier, TABLE[i].tier) != 0) continue;
+        *k = TABLE[i];
+        if (k->q4_matmul == fm_q4_matmul_avx2 && cpu.avx_vnni && fm_q4_matmul_avxvnni)
+            k->q4_matmul = fm_q4_matmul_avxvnni;
+        return 0;
+    }
+    return -1;
 }
 
 const char *fm_best_tier(void) {
     const fm_cpu cpu = fm_cpu_detect();
-    return cpu.avx512 ? "avx512" : cpu.avx2 ? "avx2" : cpu.ssse3 ? "ssse3" : "scalar";
+    return TABLE[usable(&cpu) - 1].tier;
 }
 
 int fm_quantize_rows(const char *tier, const float *x, int tokens, int cols, int8_t *q, float *scale,
@@ -44,9 +46,10 @@ int fm_quantize_rows(const char *tier, const float *x, int tokens, int cols, int
 int fm_q4_matmul(const char *tier, const void *w, int cols, int tile0, int tile1, int8_t *q, float *scale,
                  int32_t *correction, int x_tokens, const int32_t *rows, int tokens, float *y, size_t ldy) {
     fm_matmul_kernels k;
-    if (fm_matmul_kernels_for(tier, &k) != 0) return -1;
+    const int maddubs = strcmp(tier, "avx2-maddubs") == 0;
+    if (fm_matmul_kernels_for(maddubs ? "avx2" : tier, &k) != 0) return -1;
     const fm_q8 x = {x_tokens, cols, q, scale, correction};
-    k.q4_matmul(w, cols, tile0, tile1, &x, rows, tokens, y, ldy);
+    (maddubs ? fm_q4_matmul_avx2 : k.q4_matmul)(w, cols, tile0, tile1, &x, rows, tokens, y, ldy);
     return 0;
 }
 

@@ -8,6 +8,7 @@ const char *fm_best_tier(void);
 /* x [tokens][cols] -> q [tokens][cols], scale and correction [tokens][cols/32]. */
 int fm_quantize_rows(const char *tier, const float *x, int tokens, int cols, int8_t *q, float *scale,
                      int32_t *correction);
+/* tier may also be "avx2-maddubs": the avx2 tier as on a CPU without AVX-VNNI. */
 int fm_q4_matmul(const char *tier, const void *w, int cols, int tile0, int tile1, int8_t *q, float *scale,
                  int32_t *correction, int x_tokens, const int32_t *rows, int tokens, float *y, size_t ldy);
 int fm_f32_matmul(const char *tier, const float *w, int cols, int row0, int row1, const float *x, size_t ldx,
@@ -17,7 +18,3 @@ void fm_q4_row_floats(const void *w, int cols, int row, float *out);
 /* Numbers of blocks.h: group, block rows, block columns, block bytes, zero nibble, offset of the nibbles. Returns how
  * many it wrote (6). */
 int fm_layout_numbers(int *out);
-
-/* Threads that count items on the pool: `items` jobs repeated `rounds` times; returns how often an item ran twice or
- * not at all (0 if the pool is right), -1 if the pool could not start. */
-long fm_pool_check(int threads, int items, int rounds);

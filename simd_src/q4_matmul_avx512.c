@@ -1,9 +1,11 @@
 /* q4_matmul on 512-bit registers with VNNI; reference: q4_matmul_scalar.c.
  * map  lane r of a register = row r of the tile; vpdpbusd takes four columns of 16 rows against a broadcast of four
- *      activations. One token: weights stream past once. Many: the eight registers of an unpacked group are used for
- *      up to 16 tokens before the next group is touched.
+ *      activations. The eight registers of an unpacked group serve up to 16 tokens, whose float accumulators stay in
+ *      registers over 512 columns. Few tokens are read where they lie, more are packed side by side first, so that
+ *      every operand has a constant offset.
  * cost one token: bandwidth-bound (288 B a tile and group); many: 8 vpdpbusd of 11 arithmetic instructions a token
  *      and group of 512 weights
+ * Every output has one accumulator and groups in ascending order: tokens that share a pass change no bit.
  */
 #include <immintrin.h>
 
@@ -12,104 +14,121 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define TOKENS_MAX 16
+#define UNPACKED_MAX 4    /* up to so many tokens, packing costs more than it saves */
 #define PREFETCH_BLOCKS 6 /* ahead of the block in use: 3.4 KB, measured */
 
-INLINE void unpack(const fm_block_q4 *block, int g, __m512i weight[8]) {
+typedef int32_t unaligned_word __attribute__((may_alias, aligned(1)));
+
+/* sum + weight . four activations in every lane. Written out because compilers load the broadcast separately, which
+ * costs 15 % of the speed of many tokens. */
+INLINE __m512i dot4(__m512i sum, __m512i weight, const int8_t *q) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weight), "m"(*(const unaligned_word *)q));
+    return sum;
+}
+
+/* Tokens 0..count-1 against `blocks` blocks of one tile. Apart: token t's activations are at q[t], its scales at
+ * scale[t]. Packed: those of all tokens are at q[0] and scale[0], group by group (fm_pack_tokens). y holds the sums over
+ * earlier blocks, unless this is the first. */
+INLINE void tile_of(const int count, const int packed, const fm_block_q4 *block, int blocks, const int8_t *const *q,
+                    const float *const *scale, const int32_t *const *correction, int first, float *y, size_t ldy) {
     const __m512i low = _mm512_set1_epi8(15);
-    for (int c = 0; c < 4; c++) {
-        const __m512i bytes = _mm512_load_si512((const void *)block->quant[g][c]);
-        weight[2 * c] = _mm512_and_si512(bytes, low);
-        weight[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
-    }
-}
-
-INLINE __m512 tile_scale(const fm_block_q4 *block, int g) {
-    return _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)block->scale[g]));
-}
-
-/* acc + (dot + correction) * (w_scale * x_scale) for one token and group. */
-INLINE __m512 add_group(__m512 acc, const __m512i weight[8], __m512 w_scale, const int8_t *q, float scale,
-                        int32_t correction) {
-    __m512i even = _mm512_set1_epi32(correction), odd = _mm512_setzero_si512();
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        int32_t four;
-        memcpy(&four, q + 8 * c, 4);
-        even = _mm512_dpbusd_epi32(even, weight[2 * c], _mm512_set1_epi32(four));
-        memcpy(&four, q + 8 * c + 4, 4);
-        odd = _mm512_dpbusd_epi32(odd, weight[2 * c + 1], _mm512_set1_epi32(four));
-    }
-    const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
-    return _mm512_fmadd_ps(dot, _mm512_mul_ps(w_scale, _mm512_set1_ps(scale)), acc);
-}
-
-static void one_token(const fm_block_q4 *block, int tiles, int blocks, const int8_t *q, const float *scale,
-                      const int32_t *correction, float *y) {
-    for (int tile = 0; tile < tiles; tile++) {
-        __m512 acc = _mm512_setzero_ps();
-        for (int b = 0; b < blocks; b++, block++) {
-            for (int line = 0; line < FM_BLOCK_BYTES; line += 64)
-                _mm_prefetch((const char *)(block + PREFETCH_BLOCKS) + line, _MM_HINT_T0);
-#pragma GCC unroll 2
-            for (int g = 0; g < 2; g++) {
-                __m512i weight[8];
-                unpack(block, g, weight);
-                acc = add_group(acc, weight, tile_scale(block, g), q + (2 * b + g) * FM_GROUP, scale[2 * b + g],
-                                correction[2 * b + g]);
-            }
-        }
-        _mm512_storeu_ps(y + tile * FM_BLOCK_ROWS, acc);
-    }
-}
-
-/* `count` tokens, packed, against `groups` groups of one tile; y holds the sums over earlier groups. */
-INLINE void many_tokens(const int count, const fm_block_q4 *block, int groups, const int8_t *q, const float *scale,
-                        const int32_t *correction, int first, float *y, size_t ldy) {
+    /* Packed tokens are followed by pointers that move: an operand with an index register costs one more operation. */
+    const int8_t *q0 = q[0];
+    const float *scale0 = scale[0];
+    const int32_t *correction0 = correction[0];
     __m512 acc[TOKENS_MAX];
 #pragma GCC unroll 16
     for (int t = 0; t < count; t++) acc[t] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(y + t * ldy);
-    for (int group = 0; group < groups; group++) {
-        __m512i weight[8];
-        unpack(block + group / 2, group % 2, weight);
-        const __m512 w_scale = tile_scale(block + group / 2, group % 2);
+    for (ptrdiff_t group = 0; group < 2 * (ptrdiff_t)blocks; block++) {
+#pragma GCC unroll 9
+        for (int line = 0; line < FM_BLOCK_BYTES; line += 64)
+            _mm_prefetch((const char *)(block + PREFETCH_BLOCKS) + line, _MM_HINT_T0);
+        for (int g = 0; g < 2; g++, group++) {
+            __m512i weight[8];
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) {
+                const __m512i bytes = _mm512_load_si512((const void *)block->quant[g][c]);
+                weight[2 * c] = _mm512_and_si512(bytes, low);
+                weight[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+            }
+            const __m512 weight_scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)block->scale[g]));
 #pragma GCC unroll 16
-        for (int t = 0; t < count; t++)
-            acc[t] = add_group(acc[t], weight, w_scale, q + (group * count + t) * FM_GROUP, scale[group * count + t],
-                               correction[group * count + t]);
+            for (int t = 0; t < count; t++) {
+                const int8_t *in = packed ? q0 + t * FM_GROUP : q[t] + group * FM_GROUP;
+                __m512i dot = _mm512_set1_epi32(packed ? correction0[t] : correction[t][group]);
+#pragma GCC unroll 8
+                for (int s = 0; s < 8; s++) dot = dot4(dot, weight[s], in + 4 * s);
+                const __m512 input_scale = _mm512_set1_ps(packed ? scale0[t] : scale[t][group]);
+                acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(weight_scale, input_scale), acc[t]);
+            }
+            q0 += count * FM_GROUP;
+            scale0 += count;
+            correction0 += count;
+        }
     }
 #pragma GCC unroll 16
     for (int t = 0; t < count; t++) _mm512_storeu_ps(y + t * ldy, acc[t]);
 }
 
-void fm_q4_matmul_avx512(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
-                         int tokens, float *y, size_t ldy) {
-    const int blocks = cols / FM_BLOCK_COLS, groups = cols / FM_GROUP;
+/* One instance for each number of tokens, so that the accumulators are registers and the offsets constants. */
+typedef void tile_fn(const fm_block_q4 *block, int blocks, const int8_t *const *q, const float *const *scale,
+                     const int32_t *const *correction, int first, float *y, size_t ldy);
+#define INSTANCE(count)                                                                                            \
+    static void tile_of_##count(const fm_block_q4 *block, int blocks, const int8_t *const *q,                      \
+                                const float *const *scale, const int32_t *const *correction, int first, float *y,  \
+                                size_t ldy) {                                                                      \
+        tile_of(count, count > UNPACKED_MAX, block, blocks, q, scale, correction, first, y, ldy);                  \
+    }
+INSTANCE(1) INSTANCE(2) INSTANCE(3) INSTANCE(4) INSTANCE(5) INSTANCE(6) INSTANCE(7) INSTANCE(8)
+INSTANCE(9) INSTANCE(10) INSTANCE(11) INSTANCE(12) INSTANCE(13) INSTANCE(14) INSTANCE(15) INSTANCE(16)
+static tile_fn *const TILE_OF[TOKENS_MAX + 1] = {
+    NULL,      tile_of_1,  tile_of_2,  tile_of_3,  tile_of_4,  tile_of_5,  tile_of_6,  tile_of_7,  tile_of_8,
+    tile_of_9, tile_of_10, tile_of_11, tile_of_12, tile_of_13, tile_of_14, tile_of_15, tile_of_16,
+};
+
+static void few_tokens(const fm_block_q4 *w, int tiles, const fm_q8 *x, const int32_t *rows, int first, int count,
+                       float *y, size_t ldy) {
+    const int blocks = x->cols / FM_BLOCK_COLS, groups = x->cols / FM_GROUP;
+    const int8_t *q[UNPACKED_MAX];
+    const float *scale[UNPACKED_MAX];
+    const int32_t *correction[UNPACKED_MAX];
+    for (int t = 0; t < count; t++) {
+        const size_t row = (size_t)fm_token_row(rows, first + t);
+        q[t] = x->q + row * x->cols;
+        scale[t] = x->scale + row * groups;
+        correction[t] = x->correction + row * groups;
+    }
+    for (int tile = 0; tile < tiles; tile++)
+        TILE_OF[count](w + (size_t)tile * blocks, blocks, q, scale, correction, 1, y + (size_t)tile * FM_BLOCK_ROWS,
+                       ldy);
+}
+
+static void many_tokens(const fm_block_q4 *w, int tiles, const fm_q8 *x, const int32_t *rows, int first, int count,
+                        float *y, size_t ldy) {
+    const int blocks = x->cols / FM_BLOCK_COLS, groups = x->cols / FM_GROUP;
     _Alignas(64) int8_t q[FM_PACK_GROUPS * TOKENS_MAX * FM_GROUP];
     _Alignas(64) float scale[FM_PACK_GROUPS * TOKENS_MAX];
     _Alignas(64) int32_t correction[FM_PACK_GROUPS * TOKENS_MAX];
-    w += (size_t)tile0 * blocks;
-    for (int t = 0; t < tokens;) {
-        const int left = tokens - t;
-        const int count = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (count == 1) {
-            const size_t row = (size_t)fm_token_row(rows, t);
-            one_token(w, tile1 - tile0, blocks, x->q + row * cols, x->scale + row * groups,
-                      x->correction + row * groups, y + t * ldy);
-        }
-        for (int group = 0; count > 1 && group < groups; group += FM_PACK_GROUPS) {
-            const int taken = groups - group < FM_PACK_GROUPS ? groups - group : FM_PACK_GROUPS;
-            fm_pack_tokens(x, rows, t, count, group, taken, q, scale, correction);
-            for (int tile = 0; tile < tile1 - tile0; tile++) {
-                const fm_block_q4 *block = w + (size_t)tile * blocks + group / 2;
-                float *out = y + t * ldy + (size_t)tile * FM_BLOCK_ROWS;
-                switch (count) {
-                case 16: many_tokens(16, block, taken, q, scale, correction, group == 0, out, ldy); break;
-                case 8: many_tokens(8, block, taken, q, scale, correction, group == 0, out, ldy); break;
-                case 4: many_tokens(4, block, taken, q, scale, correction, group == 0, out, ldy); break;
-                default: many_tokens(2, block, taken, q, scale, correction, group == 0, out, ldy); break;
-                }
-            }
-        }
-        t += count;
+    const int8_t *const q_base = q;
+    const float *const scale_base = scale;
+    const int32_t *const correction_base = correction;
+    for (int group = 0; group < groups; group += FM_PACK_GROUPS) {
+        const int taken = groups - group < FM_PACK_GROUPS ? groups - group : FM_PACK_GROUPS;
+        fm_pack_tokens(x, rows, first, count, group, taken, q, scale, correction);
+        for (int tile = 0; tile < tiles; tile++)
+            TILE_OF[count](w + (size_t)tile * blocks + group / 2, taken / 2, &q_base, &scale_base, &correction_base,
+                           group == 0, y + (size_t)tile * FM_BLOCK_ROWS, ldy);
+    }
+}
+
+void fm_q4_matmul_avx512(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
+                         int tokens, float *y, size_t ldy) {
+    w += (size_t)tile0 * (cols / FM_BLOCK_COLS);
+    int passes = (tokens + TOKENS_MAX - 1) / TOKENS_MAX;
+    for (int first = 0; first < tokens; passes--) {
+        const int count = (tokens - first + passes - 1) / passes; /* passes of nearly equal width */
+        (count > UNPACKED_MAX ? many_tokens : few_tokens)(w, tile1 - tile0, x, rows, first, count,
+                                                          y + (size_t)first * ldy, ldy);
+        first += count;
     }
 }

@@ -1,19 +1,26 @@
-/* quantize_q8: one row of activations to int8 in groups of 32. The reference; contract in kernels.h. */
+/* quantize_q8: THE reference of activation quantisation (kernels.h), in plain C. */
 #include <math.h>
+#include <string.h>
 
+#include "quantize.h"
 #include "tiers.h"
 
 void fm_quantize_q8_scalar(const float *x, int cols, int8_t *q, float *scale, int32_t *correction) {
     for (int group = 0; group < cols / FM_GROUP; group++, x += FM_GROUP, q += FM_GROUP) {
-        float largest = 0.0f;
-        for (int k = 0; k < FM_GROUP; k++) largest = fmaxf(largest, fabsf(x[k]));
-        const float inverse = largest < FM_Q8_TINY ? 0.0f : 127.0f / largest;
+        uint32_t most = 0; /* magnitudes compare as integers, and NaN is the largest */
+        for (int k = 0; k < FM_GROUP; k++) {
+            uint32_t bits;
+            memcpy(&bits, x + k, 4);
+            bits &= 0x7fffffff;
+            if (bits > most) most = bits;
+        }
+        float inverse;
+        scale[group] = fm_q8_scale(most, &inverse);
         int32_t sum = 0;
         for (int k = 0; k < FM_GROUP; k++) {
-            q[k] = (int8_t)nearbyintf(x[k] * inverse); /* half to even: the default rounding of every x86-64 ABI */
+            q[k] = inverse == 0.0f ? 0 : (int8_t)lrintf(x[k] * inverse);
             sum += q[k];
         }
-        scale[group] = largest < FM_Q8_TINY ? 0.0f : largest / 127.0f;
         correction[group] = -FM_Q4_ZERO * sum;
     }
 }

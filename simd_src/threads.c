@@ -1,188 +1,223 @@
-/* One futex-based pool. A job is a count of items; a worker claims one by a compare-and-swap on `claim`, whose upper
- * half is the job's number and lower half the items nobody has claimed yet. The job's task, argument and count are
- * read only after a successful claim: the job cannot end, and so cannot be replaced, while a claimed item is open.
+/* The thread pool (threads.h).
  *
- * On a busy machine any thread may lose its processor at any time. Nobody waits in a long spin for another: a waiter
- * spins a few microseconds (the usual gap between two stages of a layer) and then sleeps in the kernel, which leaves
- * its processor to whoever it waits for. A worker that sleeps through a whole job costs that job nothing.
+ * A job is published by advancing `claim`, one 64-bit word of (epoch, next item). A worker takes an item by a
+ * compare-and-swap on it, so an item is claimed only while its own job is open: a worker that slept through a job, or
+ * was descheduled between reading the job and claiming, fails the swap and looks again. The caller therefore waits for
+ * claimed items alone, never for a worker to arrive: on a busy machine a stopped thread delays its own item and
+ * nothing else. Waiting is a spin of SPIN_CYCLES, then a futex, so that waiters give the core to whoever they wait for.
  */
 #define _GNU_SOURCE
 #include "threads.h"
 
-#include <errno.h>
-#include <limits.h>
+#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#include <x86intrin.h>
 
-#include "matmul_api.h"
-
-#define SPIN_CYCLES 50000 /* about 20 microseconds; longer gaps are the sampler's and HTTP's, not ours */
+/* Time-stamp cycles, 10 to 30 us: longer than the gaps between the jobs of a decode step, shorter than a time slice.
+ * By the clock and not by count, since `pause` takes 10 cycles on one CPU and 140 on another. */
+#define SPIN_CYCLES 60000
+#define CLOSED 0x7fffffff /* next item while the job's fields are being written */
 
 typedef struct {
-    fm_pool *pool;
-    int worker;
-} worker_arg;
+    _Alignas(64) fm_pool *pool;
+    pthread_t thread;
+    int index;
+} worker;
 
 struct fm_pool {
     int threads;
-    pthread_t *ids; /* workers 1..threads-1 */
-    worker_arg *args;
-    fm_task task;
-    void *arg;
-    int count;
-    _Alignas(64) _Atomic uint64_t claim; /* job number << 32 | items not yet claimed */
-    _Alignas(64) _Atomic uint32_t done;  /* items finished; futex word of the caller */
-    _Atomic int caller_sleeps;
-    _Alignas(64) _Atomic uint32_t epoch; /* jobs started; futex word of the workers */
-    _Atomic int sleepers;
-    _Atomic int stop;
-    _Atomic int busy; /* a job is running: nested or concurrent calls are a caller's bug */
+    unsigned fork_count; /* of the process when the workers started: a forked child has none */
+    atomic_int busy;
+    worker *workers; /* [threads - 1] */
+
+    _Alignas(64) _Atomic uint64_t claim;
+    _Alignas(64) _Atomic(fm_task) task;
+    _Atomic(void *) arg;
+    atomic_int count;
+    atomic_int stop;
+    _Alignas(64) _Atomic uint32_t epoch; /* futex: of the newest job */
+    atomic_int sleepers;
+    _Alignas(64) _Atomic uint32_t unfinished; /* futex: items not yet done */
+    atomic_int caller_sleeps;
 };
+
+static _Thread_local int inside_task;
+static unsigned fork_count;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void after_fork(void) { fork_count++; }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork); }
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t seen) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
 }
 
-static void futex_wake(_Atomic uint32_t *word, int waiters) {
-    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, waiters, NULL, NULL, 0);
+static void futex_wake(_Atomic uint32_t *word, int count) {
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* Claims and runs items until none is left. */
-static void work(fm_pool *pool, int worker) {
-    uint64_t claim = atomic_load(&pool->claim);
-    while ((uint32_t)claim != 0) {
-        if (!atomic_compare_exchange_weak(&pool->claim, &claim, claim - 1)) continue;
-        const uint32_t count = (uint32_t)pool->count;
-        pool->task(pool->arg, (int)(count - (uint32_t)claim), worker);
-        if (atomic_fetch_add(&pool->done, 1) + 1 == count && atomic_load(&pool->caller_sleeps))
-            futex_wake(&pool->done, 1);
-        claim = atomic_load(&pool->claim);
+/* Runs items of job `epoch` until none is left; returns how many. */
+static uint32_t run_items(fm_pool *pool, uint32_t epoch, int index) {
+    const fm_task task = atomic_load_explicit(&pool->task, memory_order_relaxed);
+    void *arg = atomic_load_explicit(&pool->arg, memory_order_relaxed);
+    const uint32_t count = (uint32_t)atomic_load_explicit(&pool->count, memory_order_relaxed);
+    uint32_t done = 0;
+    uint64_t claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
+    while (claim >> 32 == epoch && (uint32_t)claim < count) {
+        if (!atomic_compare_exchange_weak_explicit(&pool->claim, &claim, claim + 1, memory_order_acq_rel,
+                                                   memory_order_acquire))
+            continue;
+        inside_task = 1;
+        task(arg, (int)(uint32_t)claim, index);
+        inside_task = 0;
+        done++;
+        claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
     }
+    return done;
 }
 
-static void *worker_main(void *raw) {
-    const worker_arg *self = raw;
-    fm_pool *pool = self->pool;
-    uint32_t seen = 0;
-    while (!atomic_load(&pool->stop)) {
-        work(pool, self->worker);
-        uint32_t epoch = atomic_load(&pool->epoch);
-        if (epoch != seen) { /* a job began since: look again before resting */
-            seen = epoch;
+/* Waits until the newest job is not `seen`, and returns it. */
+static uint32_t next_epoch(fm_pool *pool, uint32_t seen) {
+    const uint64_t start = __rdtsc();
+    uint32_t epoch;
+    while ((epoch = atomic_load_explicit(&pool->epoch, memory_order_acquire)) == seen) {
+        if (__rdtsc() - start < SPIN_CYCLES) {
+            _mm_pause();
             continue;
         }
-        const uint64_t start = __rdtsc();
-        while (atomic_load_explicit(&pool->epoch, memory_order_acquire) == seen && __rdtsc() - start < SPIN_CYCLES)
-            _mm_pause();
+        /* Announced before the word is read again: either this sees the new job or its caller sees a sleeper. */
         atomic_fetch_add(&pool->sleepers, 1);
-        while (atomic_load(&pool->epoch) == seen) futex_wait(&pool->epoch, seen);
+        if (atomic_load(&pool->epoch) == seen) futex_wait(&pool->epoch, seen);
         atomic_fetch_sub(&pool->sleepers, 1);
     }
-    return NULL;
+    return epoch;
 }
 
-static void pin(pthread_t thread, int cpu) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
-    /* Refused when the process may not use that processor any more; unpinned is slower, never wrong. */
-    (void)pthread_setaffinity_np(thread, sizeof set, &set);
+static void *work(void *arg) {
+    const worker *self = arg;
+    fm_pool *pool = self->pool;
+    uint32_t epoch = 0;
+    for (;;) {
+        epoch = next_epoch(pool, epoch);
+        if (atomic_load_explicit(&pool->stop, memory_order_relaxed)) return NULL;
+        const uint32_t done = run_items(pool, epoch, self->index);
+        if (done && atomic_fetch_sub(&pool->unfinished, done) == done && atomic_load(&pool->caller_sleeps))
+            futex_wake(&pool->unfinished, 1);
+    }
+}
+
+static int start_worker(worker *self, int cpu) {
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes) != 0) return -1;
+    if (cpu >= 0) {
+        /* A CPU that this process may not use (container, hot-unplug) leaves the worker unpinned. */
+        cpu_set_t allowed, set;
+        CPU_ZERO(&set);
+        if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+        if (sched_getaffinity(0, sizeof allowed, &allowed) == 0 && cpu < CPU_SETSIZE && CPU_ISSET(cpu, &allowed))
+            pthread_attr_setaffinity_np(&attributes, sizeof set, &set);
+    }
+    const int error = pthread_create(&self->thread, &attributes, work, self);
+    pthread_attr_destroy(&attributes);
+    return error ? -1 : 0;
+}
+
+static void stop_workers(fm_pool *pool, int started) {
+    atomic_store(&pool->stop, 1);
+    atomic_fetch_add(&pool->epoch, 1);
+    futex_wake(&pool->epoch, started);
+    for (int i = 0; i < started; i++) pthread_join(pool->workers[i].thread, NULL);
 }
 
 fm_pool *fm_pool_create(int threads, const int *cpus) {
     if (threads < 1) return NULL;
-    fm_pool *pool = aligned_alloc(64, (sizeof *pool + 63) / 64 * 64);
-    if (!pool) return NULL;
-    *pool = (fm_pool){.threads = 1};
-    pool->ids = calloc((size_t)threads, sizeof *pool->ids);
-    pool->args = calloc((size_t)threads, sizeof *pool->args);
-    if (!pool->ids || !pool->args) {
-        fm_pool_destroy(pool);
+    pthread_once(&fork_once, watch_forks);
+    fm_pool *pool = aligned_alloc(64, sizeof *pool);
+    worker *workers = aligned_alloc(64, (size_t)threads * sizeof *workers);
+    if (!pool || !workers) {
+        free(pool);
+        free(workers);
         return NULL;
     }
-    for (int i = 1; i < threads; i++) {
-        pool->args[i] = (worker_arg){pool, i};
-        if (pthread_create(&pool->ids[i], NULL, worker_main, &pool->args[i]) != 0) {
-            fm_pool_destroy(pool);
+    *pool = (fm_pool){.threads = threads, .fork_count = fork_count, .workers = workers};
+    for (int i = 0; i < threads - 1; i++) {
+        workers[i] = (worker){.pool = pool, .index = i + 1};
+        if (start_worker(workers + i, cpus ? cpus[i + 1] : -1) != 0) {
+            stop_workers(pool, i);
+            free(workers);
+            free(pool);
             return NULL;
         }
-        pool->threads = i + 1;
-        if (cpus) pin(pool->ids[i], cpus[i]);
     }
-    if (cpus) pin(pthread_self(), cpus[0]);
     return pool;
 }
 
 void fm_pool_destroy(fm_pool *pool) {
     if (!pool) return;
-    atomic_store(&pool->stop, 1);
-    atomic_fetch_add(&pool->epoch, 1);
-    futex_wake(&pool->epoch, INT_MAX);
-    for (int i = 1; i < pool->threads; i++) pthread_join(pool->ids[i], NULL);
-    free(pool->ids);
-    free(pool->args);
+    if (pool->fork_count == fork_count) stop_workers(pool, pool->threads - 1);
+    free(pool->workers);
     free(pool);
 }
 
 int fm_pool_threads(const fm_pool *pool) { return pool->threads; }
 
-void fm_parallel_for(fm_pool *pool, int count, fm_task task, void *arg) {
-    if (count <= 0) return;
-    if (pool->threads == 1 || count == 1) {
-        for (int i = 0; i < count; i++) task(arg, i, 0);
-        return;
-    }
-    if (atomic_exchange(&pool->busy, 1)) abort(); /* a nested call would wait for itself */
-    pool->task = task;
-    pool->arg = arg;
-    pool->count = count;
-    atomic_store(&pool->done, 0);
-    const uint64_t job = (atomic_load(&pool->claim) >> 32) + 1;
-    atomic_store(&pool->claim, job << 32 | (uint32_t)count);
-    atomic_fetch_add(&pool->epoch, 1);
+/* A broken rule of threads.h: going on would run items twice or wait for ever. */
+static void misuse(const char *what) {
+    fprintf(stderr, "fermion: fm_parallel_for: %s\n", what);
+    abort();
+}
+
+/* Opens a job for the workers; returns its epoch. */
+static uint32_t publish(fm_pool *pool, int count, fm_task task, void *arg) {
+    const uint32_t last = atomic_load_explicit(&pool->epoch, memory_order_relaxed), epoch = last + 1;
+    /* Closed first: a late worker that reads a mix of the old fields and the new ones must not get an item. */
+    atomic_store_explicit(&pool->claim, (uint64_t)last << 32 | CLOSED, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    atomic_store_explicit(&pool->task, task, memory_order_relaxed);
+    atomic_store_explicit(&pool->arg, arg, memory_order_relaxed);
+    atomic_store_explicit(&pool->count, count, memory_order_relaxed);
+    atomic_store_explicit(&pool->unfinished, (uint32_t)count, memory_order_relaxed);
+    atomic_store_explicit(&pool->claim, (uint64_t)epoch << 32, memory_order_release);
+    atomic_store(&pool->epoch, epoch);
     const int sleepers = atomic_load(&pool->sleepers);
-    if (sleepers > 0) futex_wake(&pool->epoch, count - 1 < sleepers ? count - 1 : sleepers);
+    if (sleepers) futex_wake(&pool->epoch, sleepers < count ? sleepers : count - 1);
+    return epoch;
+}
 
-    work(pool, 0);
-
+static void wait_for_rest(fm_pool *pool) {
     const uint64_t start = __rdtsc();
-    uint32_t done;
-    while ((done = atomic_load_explicit(&pool->done, memory_order_acquire)) != (uint32_t)count) {
+    uint32_t left;
+    while ((left = atomic_load_explicit(&pool->unfinished, memory_order_acquire)) != 0) {
         if (__rdtsc() - start < SPIN_CYCLES) {
             _mm_pause();
             continue;
         }
         atomic_store(&pool->caller_sleeps, 1);
-        if ((done = atomic_load(&pool->done)) != (uint32_t)count) futex_wait(&pool->done, done);
+        if ((left = atomic_load(&pool->unfinished)) != 0) futex_wait(&pool->unfinished, left);
         atomic_store(&pool->caller_sleeps, 0);
     }
-    atomic_store(&pool->busy, 0);
 }
 
-static void count_item(void *arg, int item, int worker) {
-    (void)worker;
-    atomic_fetch_add((_Atomic int *)arg + item, 1);
-}
-
-long fm_pool_check(int threads, int items, int rounds) {
-    fm_pool *pool = fm_pool_create(threads, NULL);
-    _Atomic int *seen = calloc((size_t)items + 1, sizeof *seen);
-    long wrong = -1;
-    if (pool && seen) {
-        wrong = 0;
-        for (int round = 1; round <= rounds; round++) {
-            fm_parallel_for(pool, items, count_item, seen);
-            for (int i = 0; i < items; i++) wrong += atomic_load(seen + i) != round;
-        }
+void fm_parallel_for(fm_pool *pool, int count, fm_task task, void *arg) {
+    if (inside_task) misuse("called from within a task");
+    if (count <= 0) return;
+    if (atomic_exchange(&pool->busy, 1)) misuse("called by two threads at once");
+    if (pool->threads == 1 || count == 1 || pool->fork_count != fork_count) {
+        inside_task = 1;
+        for (int item = 0; item < count; item++) task(arg, item, 0);
+        inside_task = 0;
+    } else {
+        const uint32_t epoch = publish(pool, count, task, arg);
+        const uint32_t done = run_items(pool, epoch, 0);
+        atomic_fetch_sub(&pool->unfinished, done);
+        wait_for_rest(pool);
     }
-    free(seen);
-    fm_pool_destroy(pool);
-    return wrong;
+    atomic_store(&pool->busy, 0);
 }
