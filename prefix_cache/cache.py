@@ -133,6 +133,8 @@ class PrefixCache:
             disk = self._index.disk = DiskTier(config.disk, fingerprint, geometry, self.stats, files, clock)
             disk.open()
             attach(self._index, *disk.scan())
+            if disk.writable:
+                self._index.make_disk_room(0)
 
     # ---- life ----
 

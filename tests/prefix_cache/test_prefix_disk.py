@@ -133,6 +133,14 @@ def test_size_cap_holds_and_real_sizes_are_counted(tmp_path):
     assert cache.check_integrity() == []
 
 
+def test_smaller_cap_takes_effect_at_start(tmp_path):
+    filled(tmp_path)
+    used = sum(p.stat().st_size for p in files_in(tmp_path))
+    cache = make_cache(disk=disk_config(tmp_path, capacity_bytes=used * 2 // 3))
+    assert 0 < sum(p.stat().st_size for p in files_in(tmp_path)) == cache.gauges()["disk_bytes"] <= used * 2 // 3
+    assert hit(cache, make_key(IDS)) > 0
+
+
 def test_ram_is_a_cache_of_disk(tmp_path):
     cache = make_cache(30, disk=disk_config(tmp_path))
     for seed in range(10):
