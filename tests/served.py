@@ -45,8 +45,14 @@ def served(
 
 
 def chat(url: str, text: str, timeout_s: float = 120.0, **fields: Any) -> dict[str, Any]:
-    """One greedy chat completion."""
-    body = {"model": "fermion-demo", "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+    """One greedy chat completion without thinking."""
+    body = {
+        "model": "fermion-demo",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": False},
+        **fields,
+    }
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
