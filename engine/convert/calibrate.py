@@ -100,24 +100,27 @@ class LayerSums:
 
     def _add(self, point: str, rows: Float32Array) -> None:
         cols = rows.shape[1]
-        square = self._squares.setdefault(point, np.zeros(cols))
-        square += np.einsum("tc,tc->c", rows, rows, dtype=np.float64)
+        self._prepare(point, (), cols, self._second_order)
+        self._squares[point] += np.einsum("tc,tc->c", rows, rows, dtype=np.float64)
         if self._second_order:
-            correlation = self._correlations.setdefault(point, np.zeros((cols, cols), np.float32))
-            correlation += rows.T @ rows
+            self._correlations[point] += rows.T @ rows
 
     def _add_by_expert(self, point: str, rows: Float32Array, seen: Observation, correlate: bool) -> None:
         """The same for each expert's own rows; slots are sorted by expert."""
         cols = rows.shape[1]
-        square = self._squares.setdefault(point, np.zeros((self._experts, cols)))
+        self._prepare(point, (self._experts,), cols, correlate)
         ends = np.searchsorted(seen.slot_expert, np.arange(self._experts + 1))
         for expert in np.unique(seen.slot_expert):
             own = rows[ends[expert] : ends[expert + 1]]
-            square[expert] += np.einsum("tc,tc->c", own, own, dtype=np.float64)
+            self._squares[point][expert] += np.einsum("tc,tc->c", own, own, dtype=np.float64)
             if correlate:
-                shape = (self._experts, cols, cols)
-                correlation = self._correlations.setdefault(point, np.zeros(shape, np.float32))
-                correlation[expert] += own.T @ own
+                self._correlations[point][expert] += own.T @ own
+
+    def _prepare(self, point: str, lead: tuple[int, ...], cols: int, correlate: bool) -> None:
+        if point not in self._squares:
+            self._squares[point] = np.zeros((*lead, cols))
+            if correlate:
+                self._correlations[point] = np.zeros((*lead, cols, cols), np.float32)
 
 
 def _fits(config: ModelConfig) -> bool:

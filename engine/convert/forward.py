@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from engine.placement import choose_threads
 from engine.weights import load_weights
 
 LONGEST = 2048  # tokens of a sample
+Compute = Literal["w4a8", "f32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,10 @@ class Observation:
 class Forward:
     """A loaded checkpoint. Call `close` when done."""
 
-    def __init__(self, directory: Path, threads: int | None) -> None:
-        """Loads a checkpoint directory: packed ones run with 8-bit activations, others in float32."""
-        engine = EngineConfig(threads=threads, pass_tokens=LONGEST)
+    def __init__(self, directory: Path, threads: int | None, compute: Compute = "w4a8") -> None:
+        """Loads a checkpoint directory. compute "f32": packed weights are unpacked and activations stay float, which
+        shows what the weights alone lose; "w4a8": as served. Published checkpoints run in float32 either way."""
+        engine = EngineConfig(threads=threads, pass_tokens=LONGEST, compute=compute)
         self._weights = load_weights(directory, ModelConfig.load(directory))
         self.config = self._weights.config
         self._model = Model(
