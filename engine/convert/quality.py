@@ -38,6 +38,8 @@ from engine.core import Float32Array
 from engine.formats import GROUP, Q4_ZERO, quantize_absmax
 
 RANDOM_DRAWS = 8
+HEADER = """| variant | MB | KL | perplexity | answer loss | top-1 | exact |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 @dataclass(frozen=True, slots=True)
