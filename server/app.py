@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.tokenizer import Tokenizer
+from server.completions import Completions
 from server.config import ServerConfig
 from server.errors import ApiError
 from server.generation import ChoiceBuilder
@@ -70,6 +71,7 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
     dispatcher = Dispatcher(
         [
             ("POST", "/v1/chat/completions", ChatCompletions(service)),
+            ("POST", "/v1/completions", Completions(service)),
             ("GET", "/v1/models", ModelsList(service)),
             ("GET", "/v1/models/", ModelEntry(service)),
             ("GET", "/v1/requests/", RequestState(service)),

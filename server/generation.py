@@ -58,17 +58,16 @@ class ChoiceBuilder:
         """The work of a chat request. Raises ApiError or RequestError for whatever cannot be served."""
         stops = stop_strings(request.stop)
         chat = self._prompts.chat(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         generation = self._prompts.generation_request(
             request,
             chat.prompt,
             request_id=request_id,
             max_tokens=output_limit(request),
             context_length=context_length,
+            top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        if request.logprobs:
-            generation = replace(generation, top_logprobs=request.top_logprobs or 0)
-        elif request.top_logprobs is not None:
-            raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         grammar = self._grammar(request)
         budget = _thinking_budget(request) if chat.in_reasoning else None
         needs_constraint = grammar is not None or budget is not None
@@ -83,7 +82,7 @@ class ChoiceBuilder:
                 tool_start=self._call_start,
             )
             constraint = self._constraint(grammar, budget, chat.in_reasoning) if needs_constraint else None
-            return replace(_variant(generation, index), constraint=constraint), stream
+            return replace(variant(generation, index), constraint=constraint), stream
 
         background = is_background(request)
         return Work(
@@ -235,7 +234,7 @@ def _thinking_budget(request: ChatCompletionRequest) -> int | None:
     return _EFFORT_BUDGETS.get(request.reasoning_effort or "")
 
 
-def _variant(generation: GenerationRequest, index: int) -> GenerationRequest:
+def variant(generation: GenerationRequest, index: int) -> GenerationRequest:
     """The generation of choice `index`: a fixed seed must not make all choices the same."""
     seed = generation.sampling.seed
     if seed is None or index == 0:

@@ -42,6 +42,19 @@ class TokenNames:
             "refusal": None,
         }
 
+    def text_logprobs(self, tokens: Sequence[tuple[int, TokenLogprobs]], offset: int) -> dict[str, Any]:
+        """The `logprobs` object of a text completion. offset: characters before the first token."""
+        names = [self.text(token_id) for token_id, _ in tokens]
+        offsets = [offset + sum(map(len, names[:index])) for index in range(len(names))]
+        return {
+            "tokens": names,
+            "token_logprobs": [max(given.logprob, _LEAST) for _, given in tokens],
+            "top_logprobs": [
+                {self.text(other): max(logprob, _LEAST) for other, logprob in given.top} for _, given in tokens
+            ],
+            "text_offset": offsets,
+        }
+
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self.text(token_id),

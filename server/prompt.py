@@ -149,20 +149,26 @@ class PromptBuilder:
         request_id: str,
         max_tokens: int | None,
         context_length: int,
+        param: str = "messages",
+        top_logprobs: int | None = None,
     ) -> GenerationRequest:
         """Merge the model's defaults with the request, and check that everything fits.
 
-        max_tokens None: as many as the context leaves. Raises ContextLengthExceeded, RequestError.
+        max_tokens None: as many as the context leaves; param: the field that holds the prompt.
+        Raises ContextLengthExceeded, RequestError.
         """
         prompt_tokens = len(prompt.token_ids)
         if prompt_tokens + (max_tokens if max_tokens is not None else 1) > context_length:
-            raise ContextLengthExceeded(prompt_tokens, max_tokens if max_tokens is not None else 1, context_length)
+            error = ContextLengthExceeded(prompt_tokens, max_tokens if max_tokens is not None else 1, context_length)
+            error.param = param
+            raise error
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt,
             max_tokens=max_tokens if max_tokens is not None else context_length - prompt_tokens,
             sampling=self._sampling(request),
             stop_token_ids=self.defaults.stop_token_ids,
+            top_logprobs=top_logprobs,
         )
 
     def _sampling(self, request: StreamableRequest) -> SamplingParams:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,11 +23,13 @@ from server.job import Job, Work
 from server.logprobs import TokenNames
 from server.metrics import Metrics
 from server.prompt import PromptBuilder
-from server.schema import ChatCompletionRequest, parse_request, reject_unsupported, unknown_fields
+from server.schema import ChatCompletionRequest, StreamableRequest, parse_request, reject_unsupported, unknown_fields
 from server.transport import REST_OF_PATH, header, read_body, record_of, send_json
 from server.worker import EngineWorker
 
 log = logging.getLogger("fermion.api")
+
+Generating = TypeVar("Generating", bound=StreamableRequest)
 
 _MAX_LOGGED_NAMES = 1000
 
@@ -74,6 +76,17 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
+
+    def check(self, kind: type[Generating], body: bytes) -> Generating:
+        """A request of type `kind` that this server can try to serve. Raises ApiError."""
+        request = parse_request(kind, body)
+        reject_unsupported(request)
+        self.check_model(request.model)
+        self.unknown.note(unknown_fields(request))
+        if request.stream_options is not None and not request.stream:
+            raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+        self.worker.check_admission()
+        return request
 
     def job(self, scope: Scope, work: Work, body: bytes) -> Job:
         """The job of a checked request. One that a client library repeats replaces its earlier self."""
@@ -123,13 +136,7 @@ class ChatCompletions:
     def _prepare(self, body: bytes, request_id: str) -> tuple[ChatCompletionRequest, Work]:
         """Everything that can refuse the request but the queue. Runs in a helper thread."""
         service = self._service
-        request = parse_request(ChatCompletionRequest, body)
-        reject_unsupported(request)
-        service.check_model(request.model)
-        service.unknown.note(unknown_fields(request))
-        if request.stream_options is not None and not request.stream:
-            raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-        service.worker.check_admission()
+        request = service.check(ChatCompletionRequest, body)
         return request, service.choices.chat(request, request_id, service.worker.context_length)
 
 

@@ -178,6 +178,7 @@ class StreamableRequest(WireModel):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | list[str] | None = None
     n: int | None = Field(default=None, ge=1, le=128)
+    priority: int | None = Field(default=None, ge=-100, le=100)
     user: str | None = None
 
     @property
@@ -203,7 +204,6 @@ class ChatCompletionRequest(StreamableRequest):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     return_progress: bool | None = None
-    priority: int | None = Field(default=None, ge=-100, le=100)
     # Hints about storage, billing and attribution: they change no answer, so they are taken and not used.
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -213,6 +213,16 @@ class ChatCompletionRequest(StreamableRequest):
     prompt_cache_retention: str | None = None
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
+
+
+class CompletionRequest(StreamableRequest):
+    """`prompt`: a text, token ids, or a list of either. `parse_special` false: control tokens in texts are text."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+    parse_special: bool | None = None
 
 
 class TokenizeRequest(WireModel):
@@ -257,11 +267,17 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def reject_unsupported(request: WireModel, neutral: Mapping[str, tuple[Any, ...]] = _NEUTRAL_VALUES) -> None:
+# Fields of other requests that an endpoint does not have, refused there unless null.
+_ELSEWHERE = frozenset({"messages", "prompt", "tools", "response_format", "structured_outputs"})
+
+
+def reject_unsupported(request: WireModel) -> None:
     """Raise a 400 that names the first known-but-unimplemented field that asks for something."""
     for name, value in (request.model_extra or {}).items():
-        if name in neutral and value not in neutral[name]:
+        if name in _NEUTRAL_VALUES and value not in _NEUTRAL_VALUES[name]:
             raise unsupported(name)
+        if name in _ELSEWHERE and value is not None:
+            raise unsupported(name, "It belongs to another endpoint.")
 
 
 Request = TypeVar("Request", bound=WireModel)
@@ -387,8 +403,9 @@ def format_path(path: Iterable[int | str]) -> str:
 
 def unknown_fields(request: WireModel, prefix: str = "") -> Iterator[str]:
     """Names of ignored fields, list positions left out: `messages[].extra`."""
-    for name in request.model_extra or {}:
-        yield prefix + name
+    for name, value in (request.model_extra or {}).items():
+        if value is not None and name not in _NEUTRAL_VALUES:
+            yield prefix + name
     for name in type(request).model_fields:
         value = getattr(request, name)
         if isinstance(value, WireModel):
