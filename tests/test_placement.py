@@ -1,0 +1,67 @@
+"""Which processors and how much memory: topology, quotas and limits as Linux tells them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.placement import available_bytes, choose_threads, cpu_quota, physical_cpus
+
+
+def topology(root: Path, siblings: dict[int, str]) -> Path:
+    for cpu, text in siblings.items():
+        folder = root / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(text + "\n")
+    return root
+
+
+def test_one_processor_per_core(tmp_path: Path) -> None:
+    root = topology(tmp_path, {0: "0,4", 1: "1,5", 2: "2,6", 3: "3,7", 4: "0,4", 5: "1,5", 6: "2,6", 7: "3,7"})
+    assert physical_cpus(range(8), root) == (0, 1, 2, 3)
+    assert physical_cpus({4, 5, 1}, root) == (1, 4)
+    assert physical_cpus({3, 7}, root) == (3,)
+
+
+def test_untold_topology_counts_processors(tmp_path: Path) -> None:
+    assert physical_cpus({2, 0}, tmp_path) == (0, 2)
+
+
+@pytest.mark.parametrize(("text", "quota"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("junk", None)])
+def test_quota_of_control_groups(tmp_path: Path, text: str, quota: float | None) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    assert cpu_quota(tmp_path) == quota
+
+
+def test_quota_of_old_control_groups(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("200000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota(tmp_path) == 2.0
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert cpu_quota(tmp_path) is None
+
+
+def test_threads_by_default_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.placement.physical_cpus", lambda allowed: (0, 2, 4, 6))
+    monkeypatch.setattr("engine.placement.cpu_quota", lambda: None)
+    assert choose_threads(None) == (4, (0, 2, 4, 6))
+    assert choose_threads(2) == (2, (0, 2))
+    assert choose_threads(5) == (5, None)
+    monkeypatch.setattr("engine.placement.cpu_quota", lambda: 2.5)
+    assert choose_threads(None) == (2, None)
+    monkeypatch.setattr("engine.placement.cpu_quota", lambda: 0.5)
+    assert choose_threads(None) == (1, None)
+
+
+def test_available_memory_respects_the_control_group(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 16000 kB\nMemAvailable:    8000 kB\n")
+    assert available_bytes(meminfo, tmp_path) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("500000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\nfile 100000\n")
+    assert available_bytes(meminfo, tmp_path) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert available_bytes(meminfo, tmp_path) == 600_000
