@@ -22,6 +22,7 @@ from server.errors import ApiError
 from server.generation import ChoiceBuilder
 from server.inspect_routes import ApplyTemplate, Detokenize, MetricsPage, RequestState, Tokenize
 from server.logprobs import TokenNames
+from server.messages import CountTokens, Messages
 from server.metrics import Metrics
 from server.prompt import GenerationDefaults, PromptBuilder
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
@@ -72,6 +73,8 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
         [
             ("POST", "/v1/chat/completions", ChatCompletions(service)),
             ("POST", "/v1/completions", Completions(service)),
+            ("POST", "/v1/messages", Messages(service)),
+            ("POST", "/v1/messages/count_tokens", CountTokens(service)),
             ("GET", "/v1/models", ModelsList(service)),
             ("GET", "/v1/models/", ModelEntry(service)),
             ("GET", "/v1/requests/", RequestState(service)),

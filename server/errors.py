@@ -51,6 +51,11 @@ class ApiError(FermionError):
         """The JSON body, OpenAI shape."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON body, Anthropic shape."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers that belong to this refusal."""
         headers: list[tuple[bytes, bytes]] = []
@@ -67,6 +72,15 @@ _TYPE_BY_STATUS = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+}
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 # Exception type -> (status, code); the first match in order wins, so subclasses stand before their base.

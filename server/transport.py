@@ -24,6 +24,7 @@ log = logging.getLogger("fermion.http")
 access_log = logging.getLogger("fermion.access")
 
 _RECORD = "fermion.record"
+ANTHROPIC_PATH = "/v1/messages"
 # Scope key: what follows the path of an endpoint that ends in a slash.
 REST_OF_PATH = "fermion.rest_of_path"
 
@@ -98,7 +99,7 @@ class RequestEnvelope:
             if record.status:
                 raise
             record.outcome = refusal.code
-            await send_error(send_with_id, refusal)
+            await send_error(send_with_id, refusal, scope["path"])
         finally:
             access_log.info(
                 "%s %s %s %d %.0fms %s",
@@ -215,9 +216,10 @@ async def send_json(send: Send, value: Any, status: int = 200, headers: Sequence
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """A complete error response."""
-    await send_json(send, error.body(), error.status, error.headers())
+async def send_error(send: Send, error: ApiError, path: str) -> None:
+    """A complete error response, in the shape of the API that `path` belongs to."""
+    body = error.anthropic_body() if path.startswith(ANTHROPIC_PATH) else error.body()
+    await send_json(send, body, error.status, error.headers())
 
 
 @asynccontextmanager
