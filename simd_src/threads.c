@@ -65,9 +65,9 @@ static void futex_wake(_Atomic uint32_t *word, int count) {
 
 /* Runs items of job `epoch` until none is left; returns how many. */
 static uint32_t run_items(fm_pool *pool, uint32_t epoch, int index) {
-    const fm_task task = atomic_load_explicit(&pool->task, memory_order_relaxed);
-    void *arg = atomic_load_explicit(&pool->arg, memory_order_relaxed);
-    const uint32_t count = (uint32_t)atomic_load_explicit(&pool->count, memory_order_relaxed);
+    const fm_task task = atomic_load_explicit(&pool->task, memory_order_acquire);
+    void *arg = atomic_load_explicit(&pool->arg, memory_order_acquire);
+    const uint32_t count = (uint32_t)atomic_load_explicit(&pool->count, memory_order_acquire);
     uint32_t done = 0;
     uint64_t claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
     while (claim >> 32 == epoch && (uint32_t)claim < count) {
@@ -177,12 +177,12 @@ static void misuse(const char *what) {
 /* Opens a job for the workers; returns its epoch. */
 static uint32_t publish(fm_pool *pool, int count, fm_task task, void *arg) {
     const uint32_t last = atomic_load_explicit(&pool->epoch, memory_order_relaxed), epoch = last + 1;
-    /* Closed first: a late worker that reads a mix of the old fields and the new ones must not get an item. */
+    /* Closed first: a late worker that reads a mix of the old fields and the new ones must not get an item. Whoever
+     * acquires one of the new fields has seen this store, so its swap fails. */
     atomic_store_explicit(&pool->claim, (uint64_t)last << 32 | CLOSED, memory_order_relaxed);
-    atomic_thread_fence(memory_order_release);
-    atomic_store_explicit(&pool->task, task, memory_order_relaxed);
-    atomic_store_explicit(&pool->arg, arg, memory_order_relaxed);
-    atomic_store_explicit(&pool->count, count, memory_order_relaxed);
+    atomic_store_explicit(&pool->task, task, memory_order_release);
+    atomic_store_explicit(&pool->arg, arg, memory_order_release);
+    atomic_store_explicit(&pool->count, count, memory_order_release);
     atomic_store_explicit(&pool->unfinished, (uint32_t)count, memory_order_relaxed);
     atomic_store_explicit(&pool->claim, (uint64_t)epoch << 32, memory_order_release);
     atomic_store(&pool->epoch, epoch);
