@@ -1,6 +1,6 @@
 /* gated_delta_chunk_{128,32,16}, gated_delta_scan_{128,32,16}: the gated delta rule in chunks of at most 32 tokens
  *
- * Per value head, S float[D][D] (key x value), alpha = exp(g), g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b):
+ * Per value head, S float[D][D] (key x value), alpha = exp(g), g = minus_a softplus(a + dt_bias), beta = sigmoid(b):
  *     S <- alpha S;  S <- S + k beta (v - S^T k)^T;  o = S^T q          q, k l2-normalised, q also times D^-1/2
  * Inside a chunk, with G the running sum of g and M_ij = exp(G_i - G_j):
  *     chunk (all chunks at once)   A = strictLower(beta_i k_i.k_j M_ij);  U = (I + A)^-1 beta V;
@@ -9,7 +9,7 @@
  * Only differences of G are exponentiated, all <= 0.
  *
  * qkv    float[T][C] after the convolution: q [Hk][D] | k [Hk][D] | v [Hv][D]; value head h uses key head h Hk / Hv
- * a, b   float[T] rows of Hv, ab_stride apart; a_log, dt_bias float[Hv]
+ * a, b   float[T] rows of Hv, ab_stride apart; minus_a = -exp(A_log), dt_bias float[Hv]
  * chunks int4[] {first row, rows <= 32, snapshot or -1, 0}; rows of a chunk are consecutive tokens. Where chunks begin
  *        is the caller's: at positions fixed by the prompt, so that a resumed pass cuts the same chunks
  * work   float[chunks][Hv][4 * 32 D + 32 * 32 + 32] = U, W, e^G Q, e^(Glast-G) K, P, e^Glast: one launch to the next
@@ -56,7 +56,7 @@ static __device__ __forceinline__ float2 chunk_dots(const ChunkShared<D> &shared
 
 template <int D>
 static __device__ __forceinline__ void delta_chunk(ChunkShared<D> &shared, const float *qkv, int channels, const float *a,
-                                                   const float *b, int ab_stride, const float *a_log,
+                                                   const float *b, int ab_stride, const float *minus_a,
                                                    const float *dt_bias, const int4 *chunks, int key_heads, float eps,
                                                    float *work) {
     const int thread = threadIdx.x, head = blockIdx.y, heads = gridDim.y;
@@ -76,7 +76,7 @@ static __device__ __forceinline__ void delta_chunk(ChunkShared<D> &shared, const
         float g = 0.0f, beta = 0.0f;
         if (thread < chunk.y) {
             const long long at = (long long)(chunk.x + thread) * ab_stride + head;
-            g = -exp_f32(a_log[head]) * softplus(a[at] + dt_bias[head]);
+            g = minus_a[head] * softplus(a[at] + dt_bias[head]);
             beta = sigmoid(b[at]);
         }
         shared.g[thread] = g;
@@ -263,10 +263,10 @@ static __device__ __forceinline__ void delta_scan(ScanShared<D> &shared, const f
 
 #define GATED_DELTA(D)                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS) gated_delta_chunk_##D(                                     \
-        const float *qkv, int channels, const float *a, const float *b, int ab_stride, const float *a_log,           \
+        const float *qkv, int channels, const float *a, const float *b, int ab_stride, const float *minus_a,           \
         const float *dt_bias, const int4 *chunks, int key_heads, float eps, float *work) {                           \
         __shared__ ChunkShared<D> shared;                                                                            \
-        delta_chunk<D>(shared, qkv, channels, a, b, ab_stride, a_log, dt_bias, chunks, key_heads, eps, work);        \
+        delta_chunk<D>(shared, qkv, channels, a, b, ab_stride, minus_a, dt_bias, chunks, key_heads, eps, work);        \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
     gated_delta_scan_##D(const float *work, const int4 *chunks, int chunk_count, float *state, float *snapshots,     \

@@ -1,6 +1,6 @@
-/* rmsnorm: y = x (mean x^2 + eps)^-1/2 (1 + w)      layer norms, and q/k norms per head
+/* rmsnorm: y = x (mean x^2 + eps)^-1/2 gain      layer norms, and q/k norms per head
  * x     float rows of K; row (token t, head h) lies t token_stride + h head_stride floats in, y likewise
- * w     float[K], as in the checkpoint: 1 is added here
+ * gain  float[K]: 1 + the checkpoint's weight
  * map   grid (heads, T), block 128: one row per block, thread j takes columns j, j + 128, ...
  * cost  reads and writes T heads K 4 B: bandwidth-bound
  * needs T <= 65535; 0.5 KB shared
@@ -8,7 +8,7 @@
 #include "reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
-rmsnorm(const float *x, int x_token_stride, int x_head_stride, const float *w, float *y, int y_token_stride,
+rmsnorm(const float *x, int x_token_stride, int x_head_stride, const float *gain, float *y, int y_token_stride,
         int y_head_stride, int k, float eps) {
     __shared__ float scratch[128];
     x += (long long)blockIdx.y * x_token_stride + blockIdx.x * x_head_stride;
@@ -18,5 +18,5 @@ rmsnorm(const float *x, int x_token_stride, int x_head_stride, const float *w, f
     for (int i = thread; i < k; i += 128) squares = fmaf(x[i], x[i], squares);
     squares = block_sum(squares, scratch, thread);
     const float inverse = 1.0f / sqrtf(squares / (float)k + eps);
-    for (int i = thread; i < k; i += 128) y[i] = x[i] * inverse * (1.0f + w[i]);
+    for (int i = thread; i < k; i += 128) y[i] = x[i] * inverse * gain[i];
 }

@@ -203,7 +203,7 @@ def rmsnorm(tokens: int, heads: int, k: int, stride: int) -> Run:
     """``stride`` floats from head to head of x (the q projection keeps a gate between its heads)."""
 
     def run(device: Device, rng: np.random.Generator) -> Iterator[Check]:
-        x, w = normal(rng, tokens, heads, stride, scale=3.0), normal(rng, k, scale=0.3)
+        x, w = normal(rng, tokens, heads, stride, scale=3.0), normal(rng, k)
         y = device.upload(nan_like(tokens, heads, k))
         device.launch(
             "rmsnorm", (heads, tokens), 128,
@@ -211,7 +211,7 @@ def rmsnorm(tokens: int, heads: int, k: int, stride: int) -> Run:
             f32(EPS),
         )  # fmt: skip
         x64 = x[:, :, :k].astype(np.float64)
-        expected = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + EPS) * (1.0 + w.astype(np.float64))
+        expected = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + EPS) * w.astype(np.float64)
         bound = (np.sqrt(k) + 8) * U * np.abs(expected) + 1e-30
         yield Check("rmsnorm", device.download(y), expected, bound, traffic=8.0 * tokens * heads * k)
 
@@ -462,7 +462,7 @@ def expert_products(tokens: int, experts: int, k: int, hidden: int, inner: int, 
 
 def conv1d(tokens: int, channels: int) -> Run:
     def run(device: Device, rng: np.random.Generator) -> Iterator[Check]:
-        u, w, window = normal(rng, tokens, channels), normal(rng, channels, 4), normal(rng, 3, channels)
+        u, w, window = normal(rng, tokens, channels), normal(rng, 4, channels), normal(rng, 3, channels)
         c, after = device.upload(nan_like(tokens, channels)), device.upload(nan_like(3, channels))
         device_u, device_window = device.upload(u), device.upload(window)
         blocks = ceil_div(channels, 128)
@@ -472,7 +472,7 @@ def conv1d(tokens: int, channels: int) -> Run:
         )  # fmt: skip
         device.launch("conv1d_window", (blocks, 1), 128, device_u, device_window, after, i32(tokens), i32(channels))
         padded = np.concatenate([window, u]).astype(np.float64)
-        taps = np.stack([padded[j : j + tokens] * w[:, j] for j in range(4)])
+        taps = np.stack([padded[j : j + tokens] * w[j] for j in range(4)])
         expected = silu(taps.sum(0))
         bound = 16 * U * (np.abs(taps).sum(0) + np.abs(expected))
         yield Check("conv1d_silu", device.download(c), expected, bound, traffic=8.0 * tokens * channels)
@@ -504,7 +504,7 @@ def gated_delta(tokens: int, key_heads: int, value_heads: int, d: int, cuts: tup
         channels = (2 * key_heads + value_heads) * d
         qkv = normal(rng, tokens, channels)
         ab = normal(rng, tokens, 2 * value_heads, scale=2.0)
-        a_log = np.log(rng.uniform(0.05, 16.0, value_heads)).astype(np.float32)
+        minus_a = -rng.uniform(0.05, 16.0, value_heads).astype(np.float32)
         dt_bias = normal(rng, value_heads, scale=2.0) - np.float32(2.0)
         state = normal(rng, value_heads, d, d, scale=0.1)
         chunks, start = [], 0
@@ -523,8 +523,8 @@ def gated_delta(tokens: int, key_heads: int, value_heads: int, d: int, cuts: tup
         o = device.upload(nan_like(tokens, value_heads, d))
         device.launch(
             f"gated_delta_chunk_{d}", (len(chunks), value_heads), 256,
-            device.upload(qkv), i32(channels), a, b, i32(2 * value_heads), device.upload(a_log), device.upload(dt_bias),
-            device_chunks, i32(key_heads), f32(EPS), work,
+            device.upload(qkv), i32(channels), a, b, i32(2 * value_heads), device.upload(minus_a),
+            device.upload(dt_bias), device_chunks, i32(key_heads), f32(EPS), work,
         )  # fmt: skip
         device.launch(
             f"gated_delta_scan_{d}", (ceil_div(d, 32), value_heads), 256,
@@ -538,7 +538,7 @@ def gated_delta(tokens: int, key_heads: int, value_heads: int, d: int, cuts: tup
         k = k / np.sqrt((k**2).sum(-1, keepdims=True) + EPS)
         q, k = (np.repeat(m, value_heads // key_heads, axis=1) for m in (q, k))
         alpha, beta = ab[:, :value_heads].astype(np.float64), sigmoid(ab[:, value_heads:].astype(np.float64))
-        g = -np.exp(a_log.astype(np.float64)) * np.logaddexp(0.0, alpha + dt_bias)
+        g = minus_a.astype(np.float64) * np.logaddexp(0.0, alpha + dt_bias)
         expected, final, states = delta_rule(q, k, v, g, beta, state, cuts)
         flops = 2.0 * tokens * value_heads * d * (3 * d + 32)
         limit = 256 * U * max(1.0, float(np.abs(expected).max()))

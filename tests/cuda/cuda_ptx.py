@@ -108,10 +108,11 @@ def committed() -> dict[str, str]:
 
 def lint(name: str, text: str) -> list[str]:
     """Everything in a module that a Fermi card, its last driver or the emulation could not be trusted with."""
-    faults = []
-    for directive in (".version 3.2", ".target sm_20", ".address_size 64"):
-        if not re.search(rf"^{re.escape(directive)}\b", text, re.MULTILINE):
-            faults.append(f"{name}: no '{directive}'")
+    faults = [
+        f"{name}: no '{directive}'"
+        for directive in (".version 3.2", ".target sm_20", ".address_size 64")
+        if not re.search(rf"^{re.escape(directive)}\b", text, re.MULTILINE)
+    ]
     for pattern, reason in FORBIDDEN.items():
         if found := re.search(pattern, text):
             faults.append(f"{name}: '{found[0]}': {reason}")

@@ -19,7 +19,7 @@ def test_manifest_matches_sources_compiler_and_modules() -> None:
 
 
 def test_there_is_one_module_per_source() -> None:
-    assert NAMES == [source.stem for source in cuda_ptx.sources()]
+    assert [source.stem for source in cuda_ptx.sources()] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,14 @@
+"""One emulation build of the CUDA kernels for all tests of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cuda_emulator import build
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels compiled for the CPU, without sanitizers."""
+    return build(tmp_path_factory.mktemp("cuda_emu"), sanitize=False)

@@ -1,0 +1,105 @@
+"""A token's result is the same bits however many tokens share its pass: fused passes equal separate ones, and a pass
+resumed from the middle equals the uncut one."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_cases import Array, ceil_div, f32, i32, normal, pack_q4
+from cuda_emulator import Emulator
+
+RNG_SEED = 3
+
+
+@pytest.fixture
+def device(library: Path) -> Emulator:
+    return Emulator(library)
+
+
+def dense(device: Emulator, x: Array, packed: Array, n: int) -> Array:
+    rows, k = x.shape
+    y = device.upload(np.zeros((rows, n), np.float32))
+    device.launch(
+        "matmul_q4", (ceil_div(n, 128), ceil_div(rows, 64)), 256,
+        device.upload(x), i32(k), device.upload(packed), y, i32(n), i32(rows), i32(n), i32(k), i32(0),
+    )  # fmt: skip
+    return device.download(y)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 70), slice(64, 130)], ids=str)
+def test_matmul_q4_rows_do_not_depend_on_their_neighbours(device: Emulator, rows: slice) -> None:
+    rng = np.random.default_rng(RNG_SEED)
+    x, (packed, _) = normal(rng, 130, 192), pack_q4(rng, 144, 192)
+    assert np.array_equal(dense(device, x, packed, 144)[rows], dense(device, x[rows], packed, 144))
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 32], ids=lambda count: f"{count}-rows")
+def test_grouped_tiles_of_both_heights_equal_the_dense_product(device: Emulator, count: int) -> None:
+    rng = np.random.default_rng(RNG_SEED)
+    x, (packed, _) = normal(rng, count, 128), pack_q4(rng, 144, 128)
+    y = device.upload(np.zeros((count, 144), np.float32))
+    tiles = np.array([[0, 0, count, 16 if count <= 16 else 32]], np.int32)
+    device.launch(
+        "matmul_q4_grouped", (2, 1), 128,
+        device.upload(x), i32(128), None, device.upload(packed), ctypes.c_uint(packed.nbytes), y, i32(144),
+        device.upload(tiles), device.upload(np.ones(1, np.int32)), i32(144), i32(128),
+    )  # fmt: skip
+    assert np.array_equal(device.download(y), dense(device, x, packed, 144))
+
+
+def attend(device: Emulator, q: Array, pages: list[Array], position: int) -> Array:
+    tokens, heads, d = q.shape
+    buffers = [device.upload(page) for page in pages]
+    table = device.upload(np.array([buffer.address for buffer in buffers], np.uint64))
+    y = device.upload(np.zeros((tokens, heads, d), np.float32))
+    row, head, gate = i32(heads * d), i32(d), device.upload(q)
+    device.launch(
+        f"attention_causal_{d}", (ceil_div(tokens * 2, 32), heads // 2), 256,
+        device.upload(q), row, head, gate, row, head, table, i32(0), i32(position), i32(tokens), i32(2),
+        f32(d**-0.5), y,
+    )  # fmt: skip
+    return device.download(y)
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 65, 100])
+def test_attention_resumed_in_the_middle_equals_the_uncut_pass(device: Emulator, cut: int) -> None:
+    rng = np.random.default_rng(RNG_SEED)
+    q = normal(rng, 140, 4, 64)
+    pages = [normal(rng, 2, 2, 64, 64).astype(np.float16) for _ in range(3)]
+    whole = attend(device, q, pages, 0)
+    assert np.array_equal(whole[:cut], attend(device, q[:cut], pages, 0))
+    assert np.array_equal(whole[cut:], attend(device, q[cut:], pages, cut))
+
+
+def delta(device: Emulator, qkv: Array, ab: Array, state: Array, chunks: list[tuple[int, int]]) -> tuple[Array, Array]:
+    heads, d = state.shape[0], state.shape[1]
+    table = device.upload(np.array([(first, count, -1, 0) for first, count in chunks], np.int32))
+    work = device.upload(np.zeros((len(chunks), heads, 4 * 32 * d + 32 * 32 + 32), np.float32))
+    carried, o = device.upload(state), device.upload(np.zeros((len(qkv), heads, d), np.float32))
+    rates = device.upload(-np.ones(heads, np.float32))
+    b = device.upload(np.ascontiguousarray(ab.reshape(-1)[heads:]))
+    device.launch(
+        f"gated_delta_chunk_{d}", (len(chunks), heads), 256,
+        device.upload(qkv), i32(qkv.shape[1]), device.upload(ab), b, i32(2 * heads), rates, rates, table, i32(1),
+        f32(1e-6), work,
+    )  # fmt: skip
+    device.launch(
+        f"gated_delta_scan_{d}", (ceil_div(d, 32), heads), 256, work, table, i32(len(chunks)), carried, None, o
+    )
+    return device.download(o), device.download(carried)
+
+
+@pytest.mark.parametrize("cut", [32, 64])
+def test_delta_rule_resumed_at_a_chunk_equals_the_uncut_pass(device: Emulator, cut: int) -> None:
+    rng = np.random.default_rng(RNG_SEED)
+    qkv, ab = normal(rng, 90, 4 * 32), normal(rng, 90, 4)
+    state = normal(rng, 2, 32, 32)
+    whole, final = delta(device, qkv, ab, state, [(0, 32), (32, 32), (64, 26)])
+    first, middle = delta(device, qkv[:cut], ab[:cut], state, [(i, 32) for i in range(0, cut, 32)])
+    rest = [(i - cut, min(32, 90 - i)) for i in range(cut, 90, 32)]
+    second, last = delta(device, qkv[cut:], ab[cut:], middle, rest)
+    assert np.array_equal(whole, np.concatenate([first, second]))
+    assert np.array_equal(final, last)
