@@ -108,7 +108,7 @@ bench: setup ## decode and prefill speed of the demo model (or MODEL=DIR)
 
 # ---- checks -----------------------------------------------------------------------------------------------------
 
-.PHONY: test test-best test-ssse3 test-fast lint typecheck check format
+.PHONY: test test-best test-ssse3 test-fast lint typecheck check check-ptx format
 test: test-best test-ssse3 ## the whole suite: on this machine's best kernels, then with SSSE3 forced
 
 test-best: setup-dev
@@ -132,6 +132,9 @@ typecheck: setup-dev ## mypy, strict, on server, engine and prefix_cache
 	@$(BIN)/mypy
 
 check: lint typecheck test ## all that CI runs
+
+check-ptx: setup-dev ## the CUDA kernels' PTX: hash, lint, and what the installed compilers and assemblers say of it
+	@$(BIN)/python tests/cuda/check_ptx.py $(ARGS)
 
 format: setup-dev ## rewrite sources as `make lint` wants them
 	@$(BIN)/ruff check --fix .
