@@ -10,7 +10,6 @@
  */
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "blocks.h"
@@ -197,5 +196,64 @@ void fm_quantize_feedback(float *weights, int rows, int cols, const float *facto
                 }
             }
         }
+    }
+}
+
+/* y[0..n-1] += a x, n % 4 == 0. */
+static inline void add_scaled(float *y, float a, const float *x, int n) {
+    for (int i = 0; i < n; i += 4) {
+        f4 u, v;
+        memcpy(&u, y + i, sizeof u);
+        memcpy(&v, x + i, sizeof v);
+        u += splat(a) * v;
+        memcpy(y + i, &u, sizeof u);
+    }
+}
+
+static int load_nibble(const fm_block_q4 *block, int group, int row, int column) {
+    const uint8_t byte = block->quant[group][column >> 3][row][column & 3];
+    return column & 4 ? byte >> 4 : byte & 15;
+}
+
+/* One row: gradient = H e on entry and kept so. Returns how many nibbles changed in one sweep. */
+static int refine_row(float *gradient, const float *hessian, int cols, fm_block_q4 *tile, int row) {
+    int changed = 0;
+    for (int column = 0; column < cols; column++) {
+        fm_block_q4 *block = tile + column / FM_BLOCK_COLS;
+        const int group = column / FM_GROUP & 1, within = column % FM_GROUP;
+        const float scale = float_from_half(block->scale[group][row]);
+        if (scale == 0.0f) continue;
+        const float *h = hessian + (size_t)column * (size_t)cols;
+        const int nibble = load_nibble(block, group, row, within);
+        const float wanted = (float)nibble - gradient[column] / (h[column] * scale);
+        const int better = (int)fminf(fmaxf(nearbyintf(wanted), 0.0f), 15.0f);
+        if (better == nibble) continue;
+        store_nibble(block, group, row, within, better);
+        add_scaled(gradient, (float)(better - nibble) * scale, h, cols);
+        changed++;
+    }
+    return changed;
+}
+
+void fm_quantize_refine(const float *weights, int rows, int cols, const float *hessian, int sweeps, float *scratch,
+                        unsigned char *blocks) {
+    fm_block_q4 *out = (fm_block_q4 *)blocks;
+    float *gradient = scratch; /* [16][cols]: H e of each row of a tile */
+    for (int row0 = 0; row0 < rows; row0 += FM_BLOCK_ROWS) {
+        fm_block_q4 *tile = out + (size_t)(row0 / FM_BLOCK_ROWS) * (size_t)(cols / FM_BLOCK_COLS);
+        memset(gradient, 0, (size_t)FM_BLOCK_ROWS * (size_t)cols * sizeof(float));
+        for (int column = 0; column < cols; column++) { /* 16 rows share each row of H while it is in cache */
+            const fm_block_q4 *block = tile + column / FM_BLOCK_COLS;
+            const int group = column / FM_GROUP & 1;
+            for (int row = 0; row < FM_BLOCK_ROWS; row++) {
+                const int nibble = load_nibble(block, group, row, column % FM_GROUP);
+                const float value = float_from_half(block->scale[group][row]) * (float)(nibble - FM_Q4_ZERO);
+                const float error = value - weights[(size_t)(row0 + row) * (size_t)cols + column];
+                add_scaled(gradient + (size_t)row * (size_t)cols, error, hessian + (size_t)column * (size_t)cols, cols);
+            }
+        }
+        for (int row = 0; row < FM_BLOCK_ROWS; row++)
+            for (int sweep = 0; sweep < sweeps; sweep++)
+                if (refine_row(gradient + (size_t)row * (size_t)cols, hessian, cols, tile, row) == 0) break;
     }
 }

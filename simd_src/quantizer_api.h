@@ -13,3 +13,9 @@ void fm_quantize_search(const float *weights, int rows, int cols, const float *i
  * by the columns after it. weights is overwritten. factor: upper Cholesky factor U of the inverse of the damped
  * input correlation, U^T U = H^-1, row-major float32 [cols][cols], diagonal > 0. */
 void fm_quantize_feedback(float *weights, int rows, int cols, const float *factor, unsigned char *blocks);
+
+/* Improves packed blocks: nibble by nibble, with scales fixed, every change that lowers the error of outputs
+ * e^T H e, e = row of blocks - row of weights; at most `sweeps` times over all columns. hessian: the damped input
+ * correlation H, symmetric, row-major float32 [cols][cols], diagonal > 0. scratch: 16 * cols floats. */
+void fm_quantize_refine(const float *weights, int rows, int cols, const float *hessian, int sweeps, float *scratch,
+                        unsigned char *blocks);

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.convert.quantize import inverse_factor
+from engine.convert.quantize import Curvature, make_curvature
 from engine.convert.safetensors import PADDING_PREFIX, TensorEntry, TensorInfo, build_header, padded_bytes, read_header
 from engine.convert.sources import FloatSource, file_identity
 from engine.core import Float32Array
@@ -57,8 +57,8 @@ class Calibration:
         if not any(name.endswith(".square") for name in self._entries):
             raise ModelFileError(f"{path}: holds no input statistics: not a calibration file")
         self.identity = file_identity(path)
-        # Neighbouring pieces share their matrix's factor; two matrices are in work at a time.
-        self._factor = lru_cache(maxsize=4)(self._compute_factor)
+        # Neighbouring pieces share their matrix's curvature; two matrices are in work at a time.
+        self._curvature = lru_cache(maxsize=4)(self._compute_curvature)
 
     def scores(self, statistic: str) -> dict[str, Float32Array]:
         """`saliency` or `tokens` of every MoE block: prefix -> [experts]."""
@@ -77,15 +77,15 @@ class Calibration:
         mean = float(values.mean())
         return ((values + 0.01 * mean) / (1.01 * mean)).astype(np.float32)
 
-    def factor(self, tensor: str, matrix: int) -> Float32Array | None:
-        """`quantize.inverse_factor` of the input correlation, or None where that was not recorded or is zero."""
-        return self._factor(tensor, matrix)
+    def curvature(self, tensor: str, matrix: int) -> Curvature | None:
+        """From the input correlation, or None where that was not recorded or is zero."""
+        return self._curvature(tensor, matrix)
 
-    def _compute_factor(self, tensor: str, matrix: int) -> Float32Array | None:
+    def _compute_curvature(self, tensor: str, matrix: int) -> Curvature | None:
         correlation = self._statistic(tensor, matrix, "correlation")
         if correlation is None or not correlation.any():
             return None
-        return inverse_factor(correlation, DAMPING)
+        return make_curvature(correlation, DAMPING)
 
     def _statistic(self, tensor: str, matrix: int, kind: str) -> Float32Array | None:
         name = f"{point_of(tensor)}.{kind}"

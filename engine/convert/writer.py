@@ -220,9 +220,9 @@ def _quantize(piece: Piece, weights: Float32Array, calibration: Calibration | No
         return quantize_rows(weights)
     tensor, matrix = piece.tensor, piece.row0 // piece.tensor.matrix_rows
     original = tensor.kept_experts[matrix] if tensor.kept_experts else matrix
-    factor = calibration.factor(tensor.name, original)
-    if factor is not None:
-        return quantize_rows_with_feedback(weights, factor)
+    curvature = calibration.curvature(tensor.name, original)
+    if curvature is not None:
+        return quantize_rows_with_feedback(weights, curvature)
     return quantize_rows(weights, calibration.importance(tensor.name, original))
 
 

@@ -13,7 +13,7 @@ from engine.convert import convert, writer
 from engine.convert.calibration import Calibration, point_of, write_calibration
 from engine.convert.convert import Options
 from engine.convert.plan import Format, pieces
-from engine.convert.quantize import inverse_factor, quantize_rows, quantize_rows_with_feedback
+from engine.convert.quantize import make_curvature, quantize_rows, quantize_rows_with_feedback
 from engine.errors import ModelFileError
 
 LAYER = f"{PREFIX}layers.1."
@@ -40,8 +40,8 @@ def calibration(tmp_path: Path) -> Calibration:
 def test_statistics_are_found_by_tensor(calibration: Calibration) -> None:
     assert calibration.scores("tokens").keys() == {f"{LAYER}mlp."}
     np.testing.assert_array_equal(calibration.scores("tokens")[f"{LAYER}mlp."], np.arange(8))
-    assert calibration.factor(f"{LAYER}linear_attn.in_proj_qkv.weight", 0) is not None
-    assert calibration.factor(f"{LAYER}linear_attn.out_proj.weight", 0) is None
+    assert calibration.curvature(f"{LAYER}linear_attn.in_proj_qkv.weight", 0) is not None
+    assert calibration.curvature(f"{LAYER}linear_attn.out_proj.weight", 0) is None
     assert calibration.importance(f"{LAYER}linear_attn.out_proj.weight", 0) is None
     importance = calibration.importance("lm_head.weight", 0)
     assert importance is not None
@@ -67,22 +67,21 @@ def test_pieces_use_feedback_where_correlation_is_known(tmp_path: Path, calibrat
     plan = convert.prepare(source, Options(calibration=calibration)).plan
     encoded = {t.name: writer.encode_piece(next(pieces(t)), calibration) for t in plan.tensors if t.format is Format.Q4}
     with_feedback, with_importance = f"{LAYER}linear_attn.in_proj_z.weight", "lm_head.weight"
-    factor = calibration.factor(with_feedback, 0)
-    assert factor is not None
+    curvature = calibration.curvature(with_feedback, 0)
+    assert curvature is not None
     np.testing.assert_array_equal(
-        encoded[with_feedback], quantize_rows_with_feedback(weights[with_feedback], factor).reshape(-1)
+        encoded[with_feedback], quantize_rows_with_feedback(weights[with_feedback], curvature).reshape(-1)
     )
     np.testing.assert_array_equal(encoded[with_importance], quantize_rows(weights[with_importance]).reshape(-1))
     plain = f"{PREFIX}layers.2.linear_attn.in_proj_z.weight"
     np.testing.assert_array_equal(encoded[plain], quantize_rows(weights[plain]).reshape(-1))
 
 
-def test_factor_is_of_the_recorded_correlation(calibration: Calibration) -> None:
-    factor = calibration.factor(f"{LAYER}linear_attn.in_proj_z.weight", 0)
-    inputs = None
-    rng = np.random.default_rng(1)
-    inputs = rng.standard_normal((200, 64)).astype(np.float32)
-    np.testing.assert_array_equal(factor, inverse_factor(inputs.T @ inputs, 0.01))
+def test_curvature_is_of_the_recorded_correlation(calibration: Calibration) -> None:
+    curvature = calibration.curvature(f"{LAYER}linear_attn.in_proj_z.weight", 0)
+    inputs = np.random.default_rng(1).standard_normal((200, 64)).astype(np.float32)
+    assert curvature is not None
+    np.testing.assert_array_equal(curvature.factor, make_curvature(inputs.T @ inputs, 0.01).factor)
 
 
 def test_other_file_is_refused(tmp_path: Path) -> None:

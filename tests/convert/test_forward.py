@@ -102,7 +102,7 @@ def test_statistics_are_sums_over_all_samples(model: Forward, tmp_path: Path) ->
     assert counts.sum() == tokens * TOP
     saliency = calibration.scores("saliency")[f"{prefix}mlp."]
     assert ((saliency > 0) == (counts > 0)).all()
-    assert calibration.factor(f"{prefix}mlp.experts.gate_up_proj", int(counts.argmax())) is not None
+    assert calibration.curvature(f"{prefix}mlp.experts.gate_up_proj", int(counts.argmax())) is not None
 
 
 def test_saliency_is_the_mean_over_routed_tokens(model: Forward, tmp_path: Path) -> None:

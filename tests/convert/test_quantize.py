@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.convert.quantize import inverse_factor, quantize_rows, quantize_rows_with_feedback
+from engine._simd import ffi, lib
+from engine.convert.quantize import make_curvature, quantize_rows, quantize_rows_with_feedback
 from engine.formats import dequantize_q4, unpack_q4
 
 Matrix = npt.NDArray[np.float32]
@@ -73,11 +74,13 @@ def correlated_inputs(tokens: int, cols: int) -> Matrix:
     return (rng.standard_normal((tokens, cols)) @ mixing).astype(np.float32)
 
 
-def test_inverse_factor_is_what_it_says() -> None:
+def test_curvature_is_what_it_says() -> None:
     inputs = correlated_inputs(300, 64)
     correlation = inputs.T @ inputs
-    factor = inverse_factor(correlation, 0.01).astype(np.float64)
+    curvature = make_curvature(correlation, 0.01)
+    factor = curvature.factor.astype(np.float64)
     damped = correlation + 0.01 * np.trace(correlation) / 64 * np.eye(64)
+    np.testing.assert_allclose(curvature.hessian, damped, rtol=1e-5)
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(64), atol=1e-3)
     assert not np.tril(factor, -1).any()
 
@@ -89,22 +92,50 @@ def test_error_feedback_lowers_the_error_of_outputs() -> None:
     def output_error(restored: Matrix) -> float:
         return float(((inputs @ (restored - weights).T) ** 2).sum())
 
-    factor = inverse_factor(inputs.T @ inputs, 0.01)
-    with_feedback = output_error(dequantize_q4(quantize_rows_with_feedback(weights, factor)))
+    curvature = make_curvature(inputs.T @ inputs, 0.01)
+    with_feedback = output_error(dequantize_q4(quantize_rows_with_feedback(weights, curvature)))
     without = output_error(dequantize_q4(quantize_rows(weights)))
     assert with_feedback < 0.5 * without
 
 
 def test_feedback_without_correlation_is_plain_search() -> None:
     weights = np.random.default_rng(6).standard_normal((32, 128)).astype(np.float32)
-    factor = inverse_factor(np.zeros((128, 128), np.float32), 0.01)
-    np.testing.assert_array_equal(quantize_rows_with_feedback(weights, factor), quantize_rows(weights))
+    curvature = make_curvature(np.zeros((128, 128), np.float32), 0.01)
+    np.testing.assert_array_equal(quantize_rows_with_feedback(weights, curvature), quantize_rows(weights))
+
+
+def test_no_single_nibble_can_still_be_improved() -> None:
+    """The end of refinement, checked by trying every nibble one up and one down with the scales as they are."""
+    inputs = correlated_inputs(500, 64)
+    weights = np.random.default_rng(9).standard_normal((16, 64)).astype(np.float32)
+    curvature = make_curvature(inputs.T @ inputs, 0.01)
+    blocks = quantize_rows_with_feedback(weights, curvature)
+    for _ in range(8):  # until nothing changes
+        before = blocks.copy()
+        lib.fm_quantize_refine(*refine_arguments(weights, curvature.hessian, blocks))
+    np.testing.assert_array_equal(blocks, before)
+    nibbles, scales = unpack_q4(blocks)
+    hessian = curvature.hessian.astype(np.float64)
+    error = dequantize_q4(blocks).astype(np.float64) - weights
+    gradient = error @ hessian
+    step = np.repeat(scales.astype(np.float64), 32, axis=1)
+    for move in (-1, 1):
+        allowed = (nibbles + move >= 0) & (nibbles + move <= 15) if move > 0 else nibbles > 0
+        change = 2 * move * step * gradient + step**2 * np.diag(hessian)
+        assert (change[allowed] > -1e-4 * np.abs(gradient).max()).all()
+
+
+def refine_arguments(weights: Matrix, hessian: Matrix, blocks: np.ndarray) -> tuple[object, ...]:
+    scratch = np.empty(16 * weights.shape[1], np.float32)
+    floats = [ffi.from_buffer("float[]", array) for array in (weights, hessian, scratch)]
+    rows, cols = weights.shape
+    return floats[0], rows, cols, floats[1], 1, floats[2], ffi.from_buffer("unsigned char[]", blocks)
 
 
 def test_feedback_leaves_its_input_alone() -> None:
     weights = np.random.default_rng(7).standard_normal((16, 64)).astype(np.float32)
     before = weights.copy()
-    quantize_rows_with_feedback(weights, inverse_factor(np.eye(64, dtype=np.float32), 0.01))
+    quantize_rows_with_feedback(weights, make_curvature(np.eye(64, dtype=np.float32), 0.01))
     np.testing.assert_array_equal(weights, before)
 
 
