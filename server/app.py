@@ -25,6 +25,7 @@ from server.logprobs import TokenNames
 from server.messages import CountTokens, Messages
 from server.metrics import Metrics
 from server.prompt import GenerationDefaults, PromptBuilder
+from server.responses import Responses
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
 from server.template import ChatTemplate
 from server.transport import Dispatcher, KeyCheck, RequestEnvelope
@@ -75,6 +76,7 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             ("POST", "/v1/completions", Completions(service)),
             ("POST", "/v1/messages", Messages(service)),
             ("POST", "/v1/messages/count_tokens", CountTokens(service)),
+            ("POST", "/v1/responses", Responses(service)),
             ("GET", "/v1/models", ModelsList(service)),
             ("GET", "/v1/models/", ModelEntry(service)),
             ("GET", "/v1/requests/", RequestState(service)),
