@@ -25,6 +25,8 @@ access_log = logging.getLogger("fermion.access")
 
 _RECORD = "fermion.record"
 ANTHROPIC_PATH = "/v1/messages"
+# Longest pause while a request body is being sent, seconds.
+_BODY_SILENCE_S = 30.0
 # Scope key: what follows the path of an endpoint that ends in a slash.
 REST_OF_PATH = "fermion.rest_of_path"
 
@@ -182,14 +184,22 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole request body. Over `limit` bytes it is a 413, before it is read if the length is declared."""
+    """The whole request body. Over `limit` bytes it is a 413, before it is read if the length is declared.
+
+    A client that stops sending gets a 408.
+    """
     too_large = ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise too_large
     body = bytearray()
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(_BODY_SILENCE_S):
+                message = await receive()
+        except TimeoutError:
+            text = f"No part of the request body came for {_BODY_SILENCE_S:.0f} s."
+            raise ApiError(408, text, code="request_timeout") from None
         if message["type"] == "http.disconnect":
             raise ApiError(499, "The client closed the connection.", code="client_disconnected")
         body += message.get("body", b"")

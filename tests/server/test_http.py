@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,13 @@ def test_body_limit(start_server: Callable[..., LiveServer]) -> None:
     chunked = send(live, "POST", CHAT, (b"x" * 400 for _ in range(4)), {"transfer-encoding": "chunked"})
     assert chunked.status == 413
     assert post(live, chat_body()).status == 200
+
+
+def test_stalled_body_is_given_up(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.transport._BODY_SILENCE_S", 0.1)
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf".encode())
+        assert b" 408 " in connection.recv(200)
 
 
 KEYS = ("first-key", "sécond-key")
