@@ -24,6 +24,7 @@ from server.inspect_routes import ApplyTemplate, Detokenize, MetricsPage, Reques
 from server.logprobs import TokenNames
 from server.messages import CountTokens, Messages
 from server.metrics import Metrics
+from server.openapi import OpenApi
 from server.prompt import GenerationDefaults, PromptBuilder
 from server.responses import Responses
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
@@ -85,6 +86,7 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             ("POST", "/detokenize", Detokenize(service)),
             ("POST", "/apply-template", ApplyTemplate(service)),
             ("GET", "/metrics", MetricsPage(service)),
+            ("GET", "/openapi.json", OpenApi()),
             ("GET", "/health", Health(service)),
         ]
     )
