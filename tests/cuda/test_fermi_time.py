@@ -1,0 +1,44 @@
+"""The products' loops on real Fermi code, and what the time model makes of them."""
+
+from __future__ import annotations
+
+import os
+
+import fermi_assembler
+import pytest
+from fermi_time import Card, card_from_library, predict
+
+USEFUL_FFMA = {"matmul_q4": 512, "matmul_q4_grouped": 512, "matmul_f16": 512}
+
+
+@pytest.fixture(scope="module")
+def card() -> Card:
+    library = fermi_assembler.find_library(os.environ)
+    if library is None:
+        pytest.skip("no assembler of driver 390: install libnvidia-legacy-390xx-ptxjitcompiler1 or set FERMI_JIT")
+    return card_from_library(library)
+
+
+@pytest.mark.parametrize("kernel", USEFUL_FFMA)
+def test_main_loop_is_at_least_70_percent_useful_products(card: Card, kernel: str) -> None:
+    loop = card.main_loops(kernel)[-1]
+    assert loop.counts["FFMA"] >= USEFUL_FFMA[kernel]
+    assert USEFUL_FFMA[kernel] / loop.size >= 0.70
+
+
+@pytest.mark.parametrize("kernel", [*USEFUL_FFMA, "matmul_f32"])
+def test_main_loops_spill_nothing(card: Card, kernel: str) -> None:
+    assert [loop.spills for loop in card.main_loops(kernel)] == [0] * len(card.main_loops(kernel))
+
+
+def test_predicted_prefill_of_947_tokens(card: Card) -> None:
+    seconds = predict(card, 947)
+    assert (
+        6.0 < seconds["total"] <= 11.0
+    )  # nothing can beat the chip's peak: 4.8 TFLOP at 1.03 TFLOP/s and some padding
+    assert seconds["waiting for PCIe"] < 0.05 * seconds["total"]
+
+
+def test_prediction_grows_with_the_prompt(card: Card) -> None:
+    totals = [predict(card, tokens)["total"] for tokens in (128, 512, 2048, 8192)]
+    assert totals == sorted(totals)
