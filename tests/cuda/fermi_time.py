@@ -4,10 +4,11 @@
 
 What it rests on
 - Matrix products: instructions of the real sm_20 loop (assembler of driver 390.157), times tiles with their padding.
-  A multiprocessor issues one warp instruction per hot clock; conversions, shifts and integer products take two; a 64-bit
-  shared load occupies the load/store units for four. The slowest of the three sets the bound.
+  A multiprocessor issues one warp instruction per hot clock; conversions, shifts and integer products take two; a
+  64-bit shared load occupies the load/store units for four. The slowest of the three sets the bound.
 - Of that bound, compiled code reaches ISSUE_EFFICIENCY. MAGMA's CUDA C on the same chip reached 63 % of peak (Nath,
-  Tomov, Dongarra 2010), hand-written assembly about 90 % of its own bound (Lai and Seznec, CGO 2013); 0.80 lies between.
+  Tomov, Dongarra 2010), hand-written assembly about 90 % of its own bound (Lai and Seznec, CGO 2013); 0.80 lies
+  between.
 - Attention and delta rule: multiply-adds by formula over the share of FFMA in the loops that do them.
 - Everything else moves bytes at BANDWIDTH (144 GB/s less what ECC takes).
 - Experts travel over PCIe at PCIE_RATE while the layer before computes; what computes faster than it travels waits.
@@ -20,7 +21,7 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,15 +109,13 @@ def delta_layer(card: Card, tokens: int) -> list[Step]:
     """The mixer of a gated delta net layer."""
     channels, width, heads, d = 8192, 4096, 32, 128
     per_token = 3 * d * d + CHUNK * d  # state products, and P N
-    chunk_per_token = 2 * CHUNK * d + CHUNK * 2 * d / 2  # both Gram matrices whole, triangular solve
+    in_chunk = 2 * CHUNK * d + CHUNK * 2 * d / 2  # both Gram matrices whole, triangular solve
     return [
         card.dense("in_proj_qkv", tokens, channels, HIDDEN),
         card.dense("in_proj_z", tokens, width, HIDDEN),
         card.dense("in_proj_a, b", tokens, 64, HIDDEN, "matmul_f32"),
         card.moved("conv1d_silu", "convolution", 8.2 * tokens * channels),
-        Step(
-            "gated_delta_chunk", "chunks", card.multiply_adds("gated_delta_chunk_128", tokens * heads * chunk_per_token)
-        ),
+        Step("gated_delta_chunk", "chunks", card.multiply_adds("gated_delta_chunk_128", tokens * heads * in_chunk)),
         Step("gated_delta_scan", "scan", card.multiply_adds("gated_delta_scan_128", tokens * heads * per_token)),
         card.moved("gated_norm", "gated norm", 12 * tokens * width),
         card.dense("out_proj", tokens, HIDDEN, width),
@@ -158,7 +157,7 @@ def moe(card: Card, tokens: int) -> list[Step]:
 
 def predict(card: Card, tokens: int) -> dict[str, float]:
     """Seconds by kernel for a prompt of `tokens`, plus "waiting for PCIe" and "total"."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     waiting = 0.0
     for mixer, layers in ((delta_layer, DELTA_LAYERS), (attention_layer, ATTENTION_LAYERS)):
         steps = [*mixer(card, tokens), *moe(card, tokens)]
@@ -170,11 +169,9 @@ def predict(card: Card, tokens: int) -> dict[str, float]:
     head = card.moved("matvec_q4", "head", VOCABULARY * HIDDEN * 0.5625)
     seconds[head.kernel] += head.seconds
     first = EXPERTS * EXPERT_BYTES / PCIE_RATE  # nothing computes while the first layer's experts travel
-    return {
-        **dict(seconds.most_common()),
-        "waiting for PCIe": waiting + first,
-        "total": seconds.total() + waiting + first,
-    }
+    waiting += first
+    by_kernel = dict(sorted(seconds.items(), key=lambda item: -item[1]))
+    return {**by_kernel, "waiting for PCIe": waiting, "total": sum(seconds.values()) + waiting}
 
 
 def card_from_library(library: Path, efficiency: float = ISSUE_EFFICIENCY) -> Card:
