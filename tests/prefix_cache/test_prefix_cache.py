@@ -153,6 +153,16 @@ def test_prefilled_snapshot_replaces_a_decoded_one_and_not_the_reverse():
     assert cache.gauges()["ram_bytes"] == (8 + SMALL.recurrent_blocks) * 64 - 64 + 64
 
 
+def test_replacement_keeps_the_pin():
+    cache = make_cache(blocks=40)
+    key = make_key(IDS)
+    store(cache, key, 300, exact=200)
+    cache.pin(cache.inspect()[0].id)
+    store(cache, key, 300, exact=300)
+    (info,) = cache.inspect()
+    assert (info.provenance, info.pinned) == ("prefill", True)
+
+
 # ---- reasons ----
 
 

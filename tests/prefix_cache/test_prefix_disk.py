@@ -152,6 +152,19 @@ def test_ram_is_a_cache_of_disk(tmp_path):
     assert cache.check_integrity() == []
 
 
+def test_snapshots_on_disk_leave_ram_first(tmp_path):
+    """Losing one that can be reloaded costs milliseconds, losing the other a prefill."""
+    cache = make_cache(60, disk=disk_config(tmp_path))
+    cache.observe_prefill(1000, 1e3 / 50)
+    store(cache, make_key(tokens(1200, 1)), 1200)  # worth most, were it not on disk
+    cache.flush()
+    for seed in range(2, 7):
+        store(cache, make_key(tokens(300, seed)), 300)
+    in_ram = {info.position: info.in_ram for info in cache.inspect()}
+    assert in_ram == {1200: False, 300: True}
+    assert sum(cache.stats.evicted_ram.values()) == 1
+
+
 def test_background_writer_persists_without_being_asked(tmp_path):
     cache = make_cache(disk=disk_config(tmp_path))
     cache.start()
