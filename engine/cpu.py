@@ -37,7 +37,7 @@ def resolve_tier(name: str) -> str:
 class CpuEngine:
     """The C engine over one set of weights: runs passes over sequence states, one call at a time.
 
-    tier: the instruction set in use. scratch_bytes: memory held beside weights and states.
+    tier: the instruction set in use. scratch_bytes: memory held beside weights and states. max_tokens: of one pass.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class CpuEngine:
         self.tier = resolve_tier(config.simd_tier)
         self.threads = threads
         self.vocab = model.vocab_size
+        self.max_tokens = config.pass_tokens
         self._hidden = model.hidden_size
         self.kv_f32 = config.compute == "f32"
         self._unpack = config.compute == "f32"
@@ -85,6 +86,7 @@ class CpuEngine:
             raise OutOfMemory(f"the engine could not allocate its scratch memory or start {threads} threads")
         self.scratch_bytes: int = lib.fm_engine_scratch_bytes(self._engine)
         self._tokens = 0
+        self._current = ffi.new("fm_sequence *")
 
     def close(self) -> None:
         """Free scratch memory and threads; lets the calling thread run anywhere again. Idempotent."""
@@ -144,15 +146,13 @@ class CpuEngine:
         return self._engine
 
     def _sequence(self, state: SequenceState, tokens: int) -> Any:
-        """The state as C sees it, with room for `tokens` more."""
+        """The state as C sees it, with room for `tokens` more. Valid while the caller holds `state`."""
         state.reserve(state.position + tokens)
-        sequence = ffi.new("fm_sequence *")
-        pages = ffi.new("void *[]", [ffi.from_buffer(page) for page in state.pages])
+        sequence = self._current
         sequence.position = state.position
         sequence.conv = ffi.from_buffer("float[]", state.conv)
         sequence.ssm = ffi.from_buffer("float[]", state.ssm)
-        sequence.pages = pages
-        self._current = (sequence, pages, state)
+        sequence.pages = ffi.cast("void **", ffi.from_buffer(state.page_addresses))
         return sequence
 
     def _keep(self, value: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.core import Float32Array, Int32Array, SamplingParams, TokenConstraint, TokenLogprobs
-from engine.errors import RequestError
+from engine.errors import KernelError, RequestError
 
 Draw = Callable[[Float32Array, float, int, float, float, float], int]
 """(logits, temperature, top_k, top_p, min_p, uniform in [0, 1)) -> id; `CpuEngine.sample`."""
@@ -46,7 +46,9 @@ class Sampler:
                 self._seen.add(int(token))
 
     def choose(self, logits: Float32Array) -> tuple[int, TokenLogprobs | None]:
-        """The next token and, if wanted, its log-probabilities. Overwrites `logits`, float32 [vocab_size]."""
+        """The next token and, if wanted, its log-probabilities. Overwrites `logits`, float32 [vocab_size].
+
+        Raises KernelError if the logits are not numbers."""
         before = None if self._top_logprobs is None else _log_softmax(logits)
         self._adjust(logits)
         params = self._params
@@ -56,6 +58,8 @@ class Sampler:
             token = self._draw(
                 logits, params.temperature, params.top_k, params.top_p, params.min_p, self._random.random()
             )
+        if not np.isfinite(logits[token]):  # argmax and the draw both end on what is not a number
+            raise KernelError(f"the logits hold no finite maximum: token {token} has {logits[token]}")
         self._generated.add(token)
         if params.repetition_penalty != 1.0:
             self._seen.add(token)

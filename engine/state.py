@@ -50,6 +50,7 @@ class SequenceState:
             (layers, heads, config.linear_key_head_dim, config.linear_value_head_dim), np.float32
         )
         self.pages: list[UInt8Array] = []
+        self._addresses = np.empty(16, np.uintp)
         self.page_bytes = page_bytes(config, kv_f32)
 
     @property
@@ -60,7 +61,16 @@ class SequenceState:
     def reserve(self, tokens: int) -> None:
         """Make room for the keys and values of `tokens` tokens in all."""
         while len(self.pages) * PAGE_TOKENS < tokens:
-            self.pages.append(_aligned((self.page_bytes,), np.uint8))
+            if len(self.pages) == len(self._addresses):
+                self._addresses = np.concatenate([self._addresses, np.empty_like(self._addresses)])
+            page = _aligned((self.page_bytes,), np.uint8)
+            self._addresses[len(self.pages)] = page.ctypes.data
+            self.pages.append(page)
+
+    @property
+    def page_addresses(self) -> npt.NDArray[np.uintp]:
+        """Where each page lies, [pages]."""
+        return self._addresses[: len(self.pages)]
 
     def layer_positions(self) -> Iterable[int]:
         """The position of each layer with state. They move together."""

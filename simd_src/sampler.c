@@ -1,5 +1,4 @@
-/* Sampling that stays cheap at a vocabulary of 250,000: one pass to select or to weigh, and sorting only of what may
- * be drawn. */
+/* Sampling that stays cheap at a vocabulary of 250,000: a few passes to select or to weigh, and next to no sorting. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -66,62 +65,77 @@ static double weigh(const fm_engine *e, const float *logits, int n, float top, f
     return sum;
 }
 
-/* Sorted candidates that certainly hold the nucleus: all weights above a bound, lowered until they reach `target`. */
-static int gather_nucleus(const float *weight, int n, double target, fm_candidate *out) {
-    for (float bound = 0.0625f;; bound *= 0.0625f) {
-        if (bound < 1e-30f) bound = 0.0f;
-        int count = 0;
-        double sum = 0.0;
-        for (int id = 0; id < n; id++) {
-            if (!(weight[id] > bound)) continue;
-            out[count++] = (fm_candidate){weight[id], id};
-            sum += weight[id];
-        }
-        if (sum >= target || bound == 0.0f) {
-            qsort(out, (size_t)count, sizeof(*out), compare);
-            return count;
-        }
+/* The last token that belongs to the nucleus: weights sum to `target` with it and not without. Weights are at most 1,
+ * so the upper half of their bits sorts them into some 16,000 bins; only the bin where the sum is reached is sorted. */
+static fm_candidate nucleus_end(const fm_engine *e, int n, double target) {
+    enum { BINS = 0x3f81 }; /* the upper bits of 1.0f, and below */
+    double sum[BINS] = {0};
+    const float *weight = e->weight;
+    for (int id = 0; id < n; id++) {
+        uint32_t bits;
+        memcpy(&bits, weight + id, sizeof bits);
+        sum[bits >> 16] += weight[id];
     }
+    int bin = BINS - 1;
+    double above = 0.0;
+    for (; bin > 0 && above + sum[bin] < target; bin--) above += sum[bin];
+    int count = 0;
+    for (int id = 0; id < n; id++) {
+        uint32_t bits;
+        memcpy(&bits, weight + id, sizeof bits);
+        if ((int)(bits >> 16) == bin) e->candidates[count++] = (fm_candidate){weight[id], id};
+    }
+    qsort(e->candidates, (size_t)count, sizeof(*e->candidates), compare);
+    int last = 0;
+    for (double reached = above + e->candidates[0].value; reached < target && last + 1 < count;)
+        reached += e->candidates[++last].value;
+    return e->candidates[last];
 }
 
-static int pick(const fm_candidate *list, int count, double uniform) {
-    double sum = 0.0, seen = 0.0;
-    for (int i = 0; i < count; i++) sum += list[i].value;
-    for (int i = 0; i < count; i++) {
-        seen += list[i].value;
-        if (seen > uniform * sum) return list[i].id;
+/* From all tokens, whose weights are in e->weight and sum to `total`. */
+static int pick_from_all(const fm_engine *e, int n, double total, float top_p, float min_p, double uniform) {
+    fm_candidate end = {0.0f, n};
+    if (top_p < 1.0f) end = nucleus_end(e, n, (double)top_p * total);
+    const float *weight = e->weight;
+    const float least = end.value > min_p ? end.value : min_p;
+#define IS_KEPT(id) (weight[id] >= least && (weight[id] > end.value || (id) <= end.id))
+    if (least > 0.0f) {
+        total = 0.0;
+        for (int id = 0; id < n; id++) total += IS_KEPT(id) ? weight[id] : 0.0f;
     }
-    return list[count - 1].id;
+    int last = 0;
+    double seen = 0.0;
+    for (int id = 0; id < n; id++) {
+        if (!(weight[id] > 0.0f) || !IS_KEPT(id)) continue;
+        seen += weight[id];
+        last = id;
+        if (seen > uniform * total) break;
+    }
+#undef IS_KEPT
+    return last;
+}
+
+/* From `count` sorted candidates, whose values are logits. */
+static int pick_from_few(fm_candidate *list, int count, float temperature, float top_p, float min_p, double uniform) {
+    const float top = list[0].value;
+    double total = 0.0, nucleus = 0.0, kept = 0.0, seen = 0.0;
+    for (int i = 0; i < count; i++) total += list[i].value = expf((list[i].value - top) / temperature);
+    int end = 0;
+    for (; end < count && (end == 0 || (nucleus < (double)top_p * total && list[end].value >= min_p)); end++)
+        kept = nucleus += list[end].value;
+    for (int i = 0; i < end; i++) {
+        seen += list[i].value;
+        if (seen > uniform * kept) return list[i].id;
+    }
+    return list[end - 1].id;
 }
 
 int fm_sample(fm_engine *e, const float *logits, int n, float temperature, int top_k, float top_p, float min_p,
               double uniform) {
-    fm_candidate *list = e->candidates;
+    if (top_k > 0 && top_k < n)
+        return pick_from_few(e->candidates, select_top(logits, n, top_k, e->candidates), temperature, top_p, min_p, uniform);
     float top = logits[0];
-    int count = 0;
-    double total = 0.0;
-    if (top_k > 0 && top_k < n) {
-        count = select_top(logits, n, top_k, list);
-        top = list[0].value;
-        for (int i = 0; i < count; i++) total += list[i].value = expf((list[i].value - top) / temperature);
-    } else {
-        for (int id = 1; id < n; id++) top = logits[id] > top ? logits[id] : top;
-        total = weigh(e, logits, n, top, temperature, e->weight);
-        if (top_p < 1.0f) {
-            count = gather_nucleus(e->weight, n, (double)top_p * total, list);
-        } else {
-            for (int id = 0; id < n; id++)
-                if (e->weight[id] > 0.0f) list[count++] = (fm_candidate){e->weight[id], id};
-        }
-    }
-    if (top_p < 1.0f) {
-        double sum = 0.0;
-        int kept = 0;
-        while (kept < count && (kept == 0 || sum < (double)top_p * total)) sum += list[kept++].value;
-        count = kept;
-    }
-    int kept = 0;
-    for (int i = 0; i < count; i++)
-        if (list[i].value >= min_p) list[kept++] = list[i]; /* the largest weight is 1 */
-    return pick(list, kept, uniform);
+    for (int id = 1; id < n; id++) top = logits[id] > top ? logits[id] : top;
+    const double total = weigh(e, logits, n, top, temperature, e->weight);
+    return pick_from_all(e, n, total, top_p, min_p, uniform);
 }

@@ -11,7 +11,7 @@ from tiny_models import load_model, vector_checkpoint
 
 from engine.core import BoolArray, Float32Array, SamplingParams
 from engine.cpu import CpuEngine
-from engine.errors import RequestError
+from engine.errors import KernelError, RequestError
 from engine.sampling import Sampler
 
 VOCAB = 500
@@ -154,6 +154,13 @@ def test_logprobs_are_those_of_the_model(cpu: CpuEngine) -> None:
     assert [p for _, p in report.top] == pytest.approx(np.sort(expected)[::-1][:3].tolist(), abs=1e-5)
     assert sampler(cpu, params, top_logprobs=0).choose(logits.copy())[1] is not None
     assert sampler(cpu, params).choose(logits.copy())[1] is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_logits_that_are_no_numbers_are_a_kernel_fault(cpu: CpuEngine, temperature: float, top_k: int) -> None:
+    with pytest.raises(KernelError):
+        sampler(cpu, SamplingParams(temperature=temperature, top_k=top_k)).choose(np.full(VOCAB, np.nan, np.float32))
 
 
 @pytest.mark.parametrize(
