@@ -254,30 +254,34 @@ def chat(
             terminal.run(local_url, None, options)
 
 
-_FOREIGN = {"allow_extra_args": True, "ignore_unknown_options": True}
+# Commands whose flags are described where their code is, so that they are read only when one of them is used.
+_CHECKPOINT_COMMANDS = {
+    "convert": "Convert a published checkpoint or a GGUF file into a 4-bit checkpoint.",
+    "calibrate": "Gather the statistics that make conversion and pruning better.",
+    "prune": "Drop the experts of a checkpoint that matter least.",
+    "evaluate": "Measure what conversion or pruning cost in accuracy.",
+}
 
 
-@app.command(add_help_option=False, context_settings=_FOREIGN)
-def convert(context: typer.Context) -> None:
-    """Convert a published checkpoint or a GGUF file into a 4-bit checkpoint."""
-    from engine.convert.cli import convert as command
+def _checkpoint_command(name: str) -> Callable[[typer.Context], None]:
+    def command(context: typer.Context) -> None:
+        from engine.convert import cli as commands
 
-    _run_foreign(command, context)
+        foreign = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        foreign.command()(getattr(commands, name))
+        foreign(args=context.args, prog_name=context.command_path)
 
-
-@app.command(add_help_option=False, context_settings=_FOREIGN)
-def prune(context: typer.Context) -> None:
-    """Drop the experts of a checkpoint that matter least."""
-    from engine.convert.cli import prune as command
-
-    _run_foreign(command, context)
+    return command
 
 
-def _run_foreign(command: Callable[..., None], context: typer.Context) -> None:
-    """Run a command whose flags are described where its code is, so that they are read only when it is used."""
-    foreign = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    foreign.command()(command)
-    foreign(args=context.args, prog_name=context.command_path)
+for _name, _help in _CHECKPOINT_COMMANDS.items():
+    app.command(
+        _name,
+        help=_help,
+        rich_help_panel="Checkpoints",
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_checkpoint_command(_name))
 
 
 @app.command()

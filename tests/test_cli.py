@@ -30,7 +30,7 @@ def fermion(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_help_lists_every_command() -> None:
     result = fermion("--help")
     assert result.returncode == 0
-    for command in ("serve", "chat", "info", "bench", "convert"):
+    for command in ("serve", "chat", "info", "bench", "convert", "calibrate", "prune", "evaluate"):
         assert re.search(rf"^\W*{command}\s+\S", result.stdout, re.MULTILINE), command
 
 
@@ -49,7 +49,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         assert flag(name) in text, name
 
 
-@pytest.mark.parametrize("command", ["chat", "info", "bench", "convert"])
+@pytest.mark.parametrize("command", ["chat", "info", "bench", "convert", "calibrate", "prune", "evaluate"])
 def test_each_command_explains_itself(command: str) -> None:
     result = fermion(command, "--help")
     assert result.returncode == 0
