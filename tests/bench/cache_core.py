@@ -128,7 +128,7 @@ def bench_payloads(directory: Path) -> dict[str, float]:
             cache.flush()
             write = time.perf_counter() - start
         else:
-            cache._queue.clear()
+            cache._index.waiting.clear()
     targets = [np.zeros(REAL.recurrent_bytes, np.uint8)]
     from_ram = []
     for _ in range(5):
