@@ -51,7 +51,7 @@ INLINE void vector_tile(const fm_block_q4 *w, int blocks, const int8_t *q, const
 }
 
 /* Several tokens: a block of MOST_TILES x 16 rows is unpacked once into first-level cache and used by every token. */
-enum { MOST_TILES = 4, MOST_TOKENS = 32 };
+enum { MOST_TILES = 4, MOST_TOKENS = 64 };
 
 typedef struct {
     alignas(64) uint8_t nibble[MOST_TILES][2][STEPS][4 * FM_BLOCK_ROWS];

@@ -9,8 +9,14 @@ from native_matmul import TIERS, aligned, q4_matmul, quantize, supported
 
 from engine import formats
 
+# The avx2 tier has a second form for CPUs with AVX-VNNI; "avx2-maddubs" is the one without, on any CPU.
+KERNELS = (*TIERS[:3], "avx2-maddubs", *TIERS[3:])
 tiers = pytest.mark.parametrize(
-    "tier", [pytest.param(t, marks=pytest.mark.skipif(not supported(t), reason=f"no {t} here")) for t in TIERS]
+    "tier",
+    [
+        pytest.param(k, marks=pytest.mark.skipif(not supported(k.removesuffix("-maddubs")), reason=f"no {k} here"))
+        for k in KERNELS
+    ],
 )
 
 
@@ -27,7 +33,7 @@ def tokens(count: int, cols: int, seed: int = 1) -> npt.NDArray[np.float32]:
 @tiers
 @pytest.mark.parametrize(("rows", "cols", "count"), [(16, 64, 1), (48, 128, 3), (32, 576, 21), (80, 2048, 17)])
 def test_matches_float64(tier: str, rows: int, cols: int, count: int) -> None:
-    blocks, x = packed(rows, cols), quantize(tier, tokens(count, cols))
+    blocks, x = packed(rows, cols), quantize("scalar", tokens(count, cols))
     groups = x[0].reshape(count, -1, 32).astype(np.float64) * x[1][..., None]
     weights = formats.dequantize_q4(blocks).astype(np.float64)
     exact = groups.reshape(count, cols) @ weights.T
@@ -38,12 +44,15 @@ def test_matches_float64(tier: str, rows: int, cols: int, count: int) -> None:
 
 
 @tiers
-def test_ssse3_repeats_scalar_and_fma_tiers_stay_within_rounding(tier: str) -> None:
-    blocks, x = packed(64, 1024), quantize(tier, tokens(9, 1024))
-    reference, got = q4_matmul("scalar", blocks, x), q4_matmul(tier, blocks, x)
+@pytest.mark.parametrize("count", [1, 3, 9, 66])
+def test_tiers_differ_by_fused_rounding_alone(tier: str, count: int) -> None:
+    """Without FMA every tier repeats the scalar one bit for bit; those with FMA repeat each other."""
+    blocks, x = packed(64, 1024), quantize("scalar", tokens(count, 1024))
+    got, reference = q4_matmul(tier, blocks, x), q4_matmul("scalar", blocks, x)
     if tier in ("scalar", "ssse3"):
         assert np.array_equal(got, reference)
     else:
+        assert np.array_equal(got, q4_matmul("avx2-maddubs", blocks, x))
         assert np.max(np.abs(got - reference)) <= 1e-5 * np.max(np.abs(reference))
 
 
@@ -67,7 +76,7 @@ def test_one_group_is_exact_so_integer_parts_agree_bit_for_bit(tier: str) -> Non
 @pytest.mark.parametrize("cols", [64, 576, 1088])
 def test_a_token_does_not_feel_its_company(tier: str, cols: int) -> None:
     """The same bits alone, in any number, in any order, and whatever tiles share the call."""
-    blocks, x = packed(48, cols), quantize(tier, tokens(70, cols))
+    blocks, x = packed(48, cols), quantize("scalar", tokens(70, cols))
     alone = np.concatenate([q4_matmul(tier, blocks, x, np.array([t], np.int32)) for t in range(70)])
     for count in range(1, 71):
         rows = np.arange(70 - count, 70, dtype=np.int32)
@@ -82,6 +91,16 @@ def test_a_token_does_not_feel_its_company(tier: str, cols: int) -> None:
 def test_huge_and_tiny_scales(tier: str) -> None:
     scales = np.array([[65504, 6e-8], [-6e-8, -65504]] * 8, np.float16)
     blocks = aligned(formats.pack_q4(np.full((16, 64), 3, np.uint8), scales))
-    x = quantize(tier, np.full((1, 64), 1e30, np.float32))
+    x = quantize("scalar", np.full((1, 64), 1e30, np.float32))
     expected = formats.dequantize_q4(blocks).astype(np.float64).sum(1) * 1e30
     np.testing.assert_allclose(q4_matmul(tier, blocks, x)[0], expected, rtol=1e-5)
+
+
+@tiers
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_reaches_every_output(tier: str, value: float) -> None:
+    x = tokens(3, 128)
+    x[1, 70] = value
+    got = q4_matmul(tier, packed(32, 128), quantize("scalar", x))
+    assert np.all(np.isnan(got[1]))
+    assert np.all(np.isfinite(got[[0, 2]]))

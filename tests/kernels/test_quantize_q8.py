@@ -42,3 +42,17 @@ def test_error_is_at_most_half_a_step(tier: str) -> None:
     assert not scale[0].any()
     assert not scale[3].any()
     assert np.array_equal(np.abs(q.reshape(12, 8, 32)).max(-1)[4:], np.full((8, 8), 127))
+
+
+@tiers
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, 13, 31])
+def test_a_group_that_is_not_finite_is_marked_by_its_scale(tier: str, value: float, place: int) -> None:
+    x = np.ones((1, 96), np.float32)
+    x[0, 32 + place] = value
+    q, scale, correction = quantize(tier, x)
+    assert not np.isfinite(scale[0, 1])
+    assert not q[0, 32:64].any()
+    assert correction[0, 1] == 0
+    assert np.array_equal(q[0, :32], np.full(32, 127))
+    assert np.all(np.isfinite(scale[0, [0, 2]]))
