@@ -1,0 +1,619 @@
+"""Prefill on a CUDA card: the layers of cuda_src/, in the order of the model, over weights that travel as needed.
+
+Owns the card's memory: it is divided once, printed as a plan and never grows. Everything but the experts stays on the
+card, and as many layers' experts as fit; the others' come in two buffers, layer n + 1's while layer n computes. The
+embedding and the head run on the CPU, which also decodes: the state is on the host before and after a prefill.
+
+Bits: products, attention tiles and delta-rule chunks do not depend on how many tokens share a pass, and passes are cut
+at multiples of 64 tokens from the segment's start. So a segment's results depend on the prompt and on where segments
+start, not on the card's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.config import LayerType, ModelConfig
+from engine.core import Float32Array, Int32Array
+from engine.cpu import CpuEngine, inverse_frequency
+from engine.cuda_driver import Argument, Array, Card
+from engine.errors import ConfigError, OutOfMemory
+from engine.state import CONV_WINDOW, PAGE_TOKENS, SequenceState, page_bytes
+from engine.weights import AttentionWeights, DeltaNetWeights, LayerWeights, Matrix, MoeWeights, Weights
+
+logger = logging.getLogger(__name__)
+
+HEAD_DIMS = (256, 128, 64, 32)
+DELTA_DIMS = (128, 32, 16)
+MAX_EXPERTS, MAX_CHOSEN = 512, 16
+CHUNK = 32  # tokens of a delta-rule chunk
+CHUNKS_AT_ONCE = 32  # what the intermediate results of the delta rule are kept for
+PASS_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
+SPARE_SHARE = 0.03  # of the card's free memory: left to the driver
+_ALIGN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the card's memory is divided, in bytes. pass_tokens: most tokens of a pass. resident: layers whose experts
+    stay. kv_tokens: the longest context that fits."""
+
+    pass_tokens: int
+    kv_tokens: int
+    resident: frozenset[int]
+    dense_bytes: int
+    expert_bytes: int
+    slot_bytes: int
+    scratch_bytes: int
+    kv_bytes: int
+
+    def __str__(self) -> str:
+        parts = (
+            ("dense weights", self.dense_bytes),
+            (f"experts of {len(self.resident)} layers", self.expert_bytes),
+            ("two expert buffers", self.slot_bytes),
+            (f"activations of {self.pass_tokens} tokens", self.scratch_bytes),
+            (f"keys and values of {self.kv_tokens} tokens", self.kv_bytes),
+        )
+        return ", ".join(f"{name} {nbytes / 2**20:.0f} MiB" for name, nbytes in parts if nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Where a pass keeps its intermediate results: name -> byte offset. What the mixer uses and what the experts use
+    lie over each other."""
+
+    offsets: dict[str, int]
+    nbytes: int
+
+
+def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
+    """Offsets for passes of up to `tokens` tokens."""
+    hidden, experts = config.hidden_size, config.num_experts
+    pairs = tokens * config.num_experts_per_tok
+    query, heads = config.num_attention_heads * config.head_dim, config.linear_num_value_heads
+    key = config.num_key_value_heads * config.head_dim
+    dim = config.linear_value_head_dim
+    chunks = min(CHUNKS_AT_ONCE, tokens // CHUNK + 1)
+    tiles = pairs // 32 + experts
+    inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+    always = {
+        "hidden": 4 * tokens * hidden,
+        "normed": 4 * tokens * hidden,
+        "positions": 12 * tokens,
+        "rotary": 8 * kv_tokens * (config.rotary_dim // 2),
+        "pages": 8 * config.attention_layers * (kv_tokens // PAGE_TOKENS),
+        "chunks": 16 * (tokens // CHUNK + 1),
+        "conv": 4 * config.delta_layers * CONV_WINDOW * config.conv_channels,
+        "conv_next": 4 * config.delta_layers * CONV_WINDOW * config.conv_channels,
+        "ssm": 4 * config.delta_layers * heads * config.linear_key_head_dim * dim,
+    }
+    delta = {
+        "qkv": 4 * tokens * config.conv_channels,
+        "convolved": 4 * tokens * config.conv_channels,
+        "z": 4 * tokens * config.value_width,
+        "ab": 4 * tokens * 2 * heads,
+        "work": 4 * chunks * heads * (4 * CHUNK * dim + CHUNK * CHUNK + 32),
+        "delta": 4 * tokens * config.value_width,
+    }
+    attention = {
+        "q_gate": 8 * tokens * query,
+        "q": 4 * tokens * query,
+        "k": 4 * tokens * key,
+        "v": 4 * tokens * key,
+        "attended": 4 * tokens * query,
+    }
+    moe = {
+        "router": 4 * tokens * (experts + 1),
+        "chosen": 4 * pairs,
+        "weights": 4 * pairs,
+        "counts": 4 * experts,
+        "starts": 4 * experts,
+        "tiles": 16 * tiles,
+        "tile_count": 4,
+        "rows": 4 * pairs,
+        "places": 4 * pairs,
+        "gate_up": 8 * pairs * inner,
+        "inner": 4 * pairs * inner,
+        "routed": 4 * pairs * hidden,
+        "shared_gate_up": 8 * tokens * shared,
+        "shared_inner": 4 * tokens * shared,
+        "shared": 4 * tokens * hidden,
+    }
+    offsets: dict[str, int] = {}
+
+    def place(sizes: dict[str, int], start: int) -> int:
+        for name, nbytes in sizes.items():
+            offsets[name] = start
+            start += -(-nbytes // _ALIGN) * _ALIGN
+        return start
+
+    common = place(always, 0)
+    return Scratch(offsets, max(place(group, common) for group in (delta, attention, moe)))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A matrix or vector on the card. address is 0 for experts that travel: the buffer's is added."""
+
+    address: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class CardLayer:
+    """One layer's weights on the card. experts: what travels, as (offset in the buffer, array); None if it stays."""
+
+    kind: LayerType
+    tensors: dict[str, Stored]
+    experts: tuple[tuple[int, Array], ...] | None
+
+
+class GpuPrefill:
+    """Takes prompt segments into states on a card. One segment at a time, in the thread that made the card."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        cpu: CpuEngine,
+        card: Card,
+        *,
+        cpu_pass_tokens: int,
+        context_length: int,
+        memory_limit: int | None = None,
+    ) -> None:
+        """Plan, allocate and upload. cpu_pass_tokens: most tokens that `cpu` embeds at once. memory_limit: bytes of
+        the card to use at most.
+
+        Raises ConfigError for a model that the kernels do not cover, OutOfMemory if the card is too small."""
+        self.config = weights.config
+        check_model(weights)
+        self._cpu, self._cpu_pass_tokens, self._card = cpu, cpu_pass_tokens, card
+        self._kv_f32 = cpu.kv_f32
+        self.plan = make_plan(weights, self._kv_f32, card.free_bytes(), context_length, memory_limit)
+        self._scratch = scratch_layout(self.config, self.plan.pass_tokens, self.plan.kv_tokens)
+        plan, self._owned = self.plan, list[int]()
+        try:
+            self._base = self._own(self._scratch.nbytes)
+            self._kv = self._own(plan.kv_bytes)
+            self._slots = [self._own(plan.slot_bytes // 2) for _ in range(2)] if plan.slot_bytes else []
+            self._next_weight = self._own(plan.dense_bytes + plan.expert_bytes)
+            self._pinned = True
+            self._layers = [self._store(layer, i) for i, layer in enumerate(weights.layers)]
+        except OutOfMemory:
+            self.close()
+            raise
+        logger.info("prefill on %s: %s", card.name, self.plan)
+        if not self._pinned:
+            logger.warning(
+                "the experts' weights could not be page-locked: copies are several times slower and do not overlap "
+                "with the computation. Raise the limit on locked memory (ulimit -l, LimitMEMLOCK=) to the checkpoint's size."
+            )
+
+    def close(self) -> None:
+        """Free the card's memory. Idempotent."""
+        self._card.synchronize()
+        while self._owned:
+            self._card.release(self._owned.pop())
+
+    def prefill_steps(
+        self,
+        state: SequenceState,
+        token_ids: Int32Array,
+        positions: Int32Array,
+        embeddings: Sequence[tuple[int, Float32Array]] = (),
+    ) -> Generator[int, None, Float32Array]:
+        """As Model.prefill_steps: append a segment, yield after each layer how far it is in tokens, return float32
+        [vocab] logits at its last token. OutOfMemory, before any work, if the context is longer than planned for.
+
+        If the generator is left early the state must be dropped; the card is ready for the next segment."""
+        ids = np.ascontiguousarray(token_ids, np.int32)
+        where = np.ascontiguousarray(positions, np.int32)
+        end = state.position + len(ids)
+        if end > self.plan.kv_tokens or int(where.max()) - int(where.min()) >= self.plan.kv_tokens:
+            raise OutOfMemory(f"the card has room for the keys and values of {self.plan.kv_tokens} tokens, not {end}")
+        self._card.synchronize()
+        state.reserve(end)
+        self._state_in(state)
+        position = state.position
+        layers, size = len(self._layers), 0
+        for begin in range(0, len(ids), self.plan.pass_tokens):
+            size = min(self.plan.pass_tokens, len(ids) - begin)
+            rows = slice(begin, begin + size)
+            self._begin(ids[rows], where[rows], _shifted(embeddings, begin, size))
+            for index in self._run(state.position, size):
+                if index == layers - 1:
+                    state.position += size
+                yield begin + size * (index + 1) // layers
+        self._state_out(state, position)
+        last = np.empty((1, self.config.hidden_size), np.float32)
+        self._card.read(last, self._at("hidden") + 4 * (size - 1) * self.config.hidden_size)
+        self._cpu.begin(ids[-1:], where[-1:])
+        self._cpu.hidden[:] = last
+        return self._cpu.logits(0)
+
+    # ---- what moves ------------------------------------------------------------------------------------------
+
+    def _state_in(self, state: SequenceState) -> None:
+        self._card.write(self._at("conv"), state.conv)
+        self._card.write(self._at("ssm"), state.ssm)
+        size = state.page_bytes
+        for page in range(-(-state.position // PAGE_TOKENS)):
+            self._card.write(self._kv + page * size, state.pages[page])
+
+    def _state_out(self, state: SequenceState, from_position: int) -> None:
+        self._card.read(state.conv, self._at("conv"))
+        self._card.read(state.ssm, self._at("ssm"))
+        size = state.page_bytes
+        for page in range(from_position // PAGE_TOKENS, -(-state.position // PAGE_TOKENS)):
+            self._card.read(state.pages[page], self._kv + page * size)
+
+    def _begin(self, ids: Int32Array, positions: Int32Array, embeddings: Sequence[tuple[int, Float32Array]]) -> None:
+        """Embeddings, and the tables of a pass: rotary angles, chunks, pages."""
+        step = self._cpu_pass_tokens
+        for begin in range(0, len(ids), step):
+            part = slice(begin, begin + step)
+            self._cpu.begin(ids[part], positions[part])
+            hidden = self._cpu.hidden
+            for start, rows in _shifted(embeddings, begin, len(hidden)):
+                hidden[start : start + len(rows)] = rows
+            self._card.write(self._at("hidden") + 4 * begin * self.config.hidden_size, np.ascontiguousarray(hidden))
+        self._rotary_start = int(positions.min())
+        span = np.arange(self._rotary_start, int(positions.max()) + 1, dtype=np.float32)[:, None]
+        angles = (span * inverse_frequency(self.config.rotary_dim, self.config.rope_theta)).astype(np.float64)
+        table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+        self._card.write(self._at("rotary"), table)
+        self._card.write(self._at("positions"), positions)
+        chunks = [(first, min(CHUNK, len(ids) - first), -1, 0) for first in range(0, len(ids), CHUNK)]
+        self._card.write(self._at("chunks"), np.array(chunks, np.int32))
+        size = page_bytes(self.config, self._kv_f32)
+        layer = np.arange(self.config.attention_layers, dtype=np.uint64)[:, None]
+        page = np.arange(self.plan.kv_tokens // PAGE_TOKENS, dtype=np.uint64)
+        addresses = self._kv + layer * (size // max(self.config.attention_layers, 1)) + page * size
+        self._card.write(self._at("pages"), addresses.astype(np.uint64))
+
+    def _store(self, layer: LayerWeights, index: int) -> CardLayer:
+        """Upload a layer's weights; experts that travel stay where they are."""
+        tensors = {name: self._upload(array, rows, cols) for name, array, rows, cols in dense_tensors(layer)}
+        gate_up, down = layer.moe.experts_gate_up, layer.moe.experts_down
+        down_at = _aligned(gate_up.data.nbytes)
+        stays = index in self.plan.resident
+        base = self._reserve(down_at + down.data.nbytes) if stays else 0
+        tensors["experts_gate_up"] = Stored(base, gate_up.rows, gate_up.cols)
+        tensors["experts_down"] = Stored(base + down_at, down.rows, down.cols)
+        pieces = ((0, gate_up.data), (down_at, down.data))
+        if stays:
+            for offset, array in pieces:
+                self._card.write(base + offset, array)
+        else:
+            for _, array in pieces:
+                self._pinned &= self._card.pin(array)
+        kind = LayerType.FULL_ATTENTION if isinstance(layer.mixer, AttentionWeights) else LayerType.LINEAR_ATTENTION
+        return CardLayer(kind, tensors, None if stays else pieces)
+
+    def _upload(self, array: Array, rows: int, cols: int) -> Stored:
+        address = self._reserve(array.nbytes)
+        self._card.write(address, np.ascontiguousarray(array))
+        return Stored(address, rows, cols)
+
+    def _reserve(self, nbytes: int) -> int:
+        """The next piece of the memory for weights that stay."""
+        address = self._next_weight
+        self._next_weight += _aligned(nbytes)
+        return address
+
+    def _own(self, nbytes: int) -> int:
+        address = self._card.allocate(nbytes)
+        self._owned.append(address)
+        return address
+
+    # ---- the layers ------------------------------------------------------------------------------------------
+
+    def _run(self, position: int, tokens: int) -> Generator[int, None, None]:
+        """All layers of a pass; yields the number of each once the one before it is done."""
+        travelling = [i for i, layer in enumerate(self._layers) if layer.experts is not None]
+        arriving: dict[int, tuple[int, object]] = {}  # layer -> its buffer and copy; at most one
+        freed: list[object] = [None, None]  # until when each buffer is in use
+        sent = 0
+
+        def send() -> None:
+            """Let the next travelling experts come, into the buffer that was read before the last one."""
+            nonlocal sent
+            if sent < len(travelling):
+                index, slot = travelling[sent], sent % 2
+                pieces = [(self._slots[slot] + offset, array) for offset, array in self._layers[index].experts or ()]
+                arriving[index] = slot, self._card.copy(pieces, freed[slot])
+                sent += 1
+
+        numbers = {LayerType.FULL_ATTENTION: 0, LayerType.LINEAR_ATTENTION: 0}
+        previous: object = None
+        send()
+        for index, layer in enumerate(self._layers):
+            if layer.kind is LayerType.FULL_ATTENTION:
+                self._attention(layer, numbers[layer.kind], position, tokens)
+            else:
+                self._delta_net(layer, numbers[layer.kind], tokens)
+            numbers[layer.kind] += 1
+            slot: int | None = None
+            if layer.experts is not None:
+                slot, copied = arriving.pop(index)
+                self._card.wait(copied)
+            self._moe(layer, tokens, 0 if slot is None else self._slots[slot])
+            done = self._card.mark()
+            if slot is not None:
+                freed[slot] = done
+            if not arriving:
+                send()  # after this layer's launches: a copy of pageable memory holds this thread up
+            if previous is not None:
+                self._card.finish(previous)
+            previous = done
+            yield index
+
+    def _delta_net(self, layer: CardLayer, number: int, tokens: int) -> None:
+        c, t = self.config, layer.tensors
+        heads, dim, channels, width = c.linear_num_value_heads, c.linear_value_head_dim, c.conv_channels, c.value_width
+        window = 4 * number * CONV_WINDOW * channels
+        self._norm(t["input_norm"], tokens)
+        self._product(t["qkv"], "normed", "qkv", tokens)
+        self._product(t["z"], "normed", "z", tokens)
+        self._float_product(t["ab"], "normed", "ab", tokens)
+        blocks = -(-channels // 128)
+        before, after = self._at("conv") + window, self._at("conv_next") + window
+        self._launch(
+            "conv1d_silu", (blocks, -(-tokens // 16)), 128,
+            self._at("qkv"), t["conv"].address, before, self._at("convolved"), _int(tokens), _int(channels),
+        )  # fmt: skip
+        self._launch("conv1d_window", (blocks, 1), 128, self._at("qkv"), before, after, _int(tokens), _int(channels))
+        self._launch("conv1d_window", (blocks, 1), 128, after, after, before, _int(CONV_WINDOW), _int(channels))
+        chunks = -(-tokens // CHUNK)
+        a = self._at("ab")
+        for first in range(0, chunks, CHUNKS_AT_ONCE):
+            count = min(CHUNKS_AT_ONCE, chunks - first)
+            table = self._at("chunks") + 16 * first
+            self._launch(
+                f"gated_delta_chunk_{dim}", (count, heads), 256,
+                self._at("convolved"), _int(channels), a, a + 4 * heads, _int(2 * heads), t["minus_a"].address,
+                t["dt_bias"].address, table, _int(c.linear_num_key_heads), c.rms_norm_eps, self._at("work"),
+            )  # fmt: skip
+            state = self._at("ssm") + 4 * number * heads * dim * dim
+            self._launch(
+                f"gated_delta_scan_{dim}", (-(-dim // 32), heads), 256,
+                self._at("work"), table, _int(count), state, None, self._at("delta"),
+            )  # fmt: skip
+        delta = self._at("delta")
+        self._launch(
+            "gated_norm", (heads, tokens), 64,
+            delta, _int(width), self._at("z"), _int(width), t["norm"].address, delta, _int(width), _int(dim),
+            c.rms_norm_eps,
+        )  # fmt: skip
+        self._product(t["out"], "delta", "hidden", tokens, accumulate=True)
+
+    def _attention(self, layer: CardLayer, number: int, position: int, tokens: int) -> None:
+        c, t = self.config, layer.tensors
+        heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        pages = self._at("pages") + 8 * number * (self.plan.kv_tokens // PAGE_TOKENS)
+        self._norm(t["input_norm"], tokens)
+        self._product(t["q_proj"], "normed", "q_gate", tokens)
+        self._product(t["k_proj"], "normed", "k", tokens)
+        self._product(t["v_proj"], "normed", "v", tokens)
+        q, gate, k = self._at("q"), self._at("q_gate"), self._at("k")
+        self._launch(
+            "rmsnorm", (heads, tokens), 128,
+            gate, _int(2 * heads * dim), _int(2 * dim), t["q_norm"].address, q, _int(heads * dim), _int(dim), _int(dim),
+            c.rms_norm_eps,
+        )  # fmt: skip
+        row = _int(kv_heads * dim)
+        self._launch(
+            "rmsnorm", (kv_heads, tokens), 128,
+            k, row, _int(dim), t["k_norm"].address, k, row, _int(dim), _int(dim), c.rms_norm_eps,
+        )  # fmt: skip
+        half = c.rotary_dim // 2
+        for x, count in ((q, heads), (k, kv_heads)):
+            self._launch(
+                "rope", (count, tokens), 32,
+                x, _int(count * dim), _int(dim), self._at("positions"), self._at("rotary"), _int(self._rotary_start),
+                _int(half), _int(c.mrope_section[1]), _int(c.mrope_section[2]),
+            )  # fmt: skip
+        self._launch(
+            "kv_store", (kv_heads, tokens), 64,
+            k, self._at("v"), row, pages, _int(position), _int(dim), _int(self._kv_f32),
+        )  # fmt: skip
+        group = heads // kv_heads
+        self._launch(
+            f"attention_causal_{dim}", (-(-tokens * group // 32), kv_heads), 256,
+            q, _int(heads * dim), _int(dim), gate + 4 * dim, _int(2 * heads * dim), _int(2 * dim), pages,
+            _int(self._kv_f32), _int(position), _int(tokens), _int(group), dim**-0.5, self._at("attended"),
+        )  # fmt: skip
+        self._product(t["o_proj"], "attended", "hidden", tokens, accumulate=True)
+
+    def _moe(self, layer: CardLayer, tokens: int, slot: int) -> None:
+        c, t = self.config, layer.tensors
+        experts, chosen, hidden = c.num_experts, c.num_experts_per_tok, c.hidden_size
+        inner, shared = c.moe_intermediate_size, c.shared_expert_intermediate_size
+        pairs = tokens * chosen
+        self._norm(t["post_norm"], tokens)
+        self._float_product(t["router"], "normed", "router", tokens)
+        router, ids, weights = self._at("router"), self._at("chosen"), self._at("weights")
+        stride = _int(experts + 1)
+        self._launch("router_topk", (tokens, 1), 128, router, stride, _int(experts), _int(chosen), ids, weights)
+        counts, starts, rows, places = (self._at(name) for name in ("counts", "starts", "rows", "places"))
+        tiles, tile_count = self._at("tiles"), self._at("tile_count")
+        self._launch("expert_count", (experts, 1), 256, ids, _int(pairs), counts)
+        self._launch("expert_plan", (1, 1), 512, counts, _int(experts), None, starts, tiles, tile_count)
+        self._launch("expert_scatter", (experts, 1), 256, ids, _int(pairs), _int(chosen), starts, rows, places)
+        self._grouped(t["experts_gate_up"], slot, "normed", rows, "gate_up", pairs)
+        self._swiglu("gate_up", "inner", pairs, inner)
+        self._grouped(t["experts_down"], slot, "inner", None, "routed", pairs)
+        self._product(t["shared_gate"], "normed", "shared_gate_up", tokens, stride=2 * shared)
+        self._product(t["shared_up"], "normed", "shared_gate_up", tokens, stride=2 * shared, column=shared)
+        self._swiglu("shared_gate_up", "shared_inner", tokens, shared)
+        self._product(t["shared_down"], "shared_inner", "shared", tokens)
+        self._launch(
+            "moe_combine", (-(-hidden // 128), tokens), 128,
+            self._at("hidden"), self._at("routed"), weights, places, _int(chosen), self._at("shared"),
+            router + 4 * experts, stride, _int(hidden),
+        )  # fmt: skip
+
+    # ---- operations ------------------------------------------------------------------------------------------
+
+    def _norm(self, gain: Stored, tokens: int) -> None:
+        """normed = rmsnorm(hidden)."""
+        row, zero = _int(self.config.hidden_size), _int(0)
+        x, y = self._at("hidden"), self._at("normed")
+        self._launch(
+            "rmsnorm", (1, tokens), 128, x, row, zero, gain.address, y, row, zero, row, self.config.rms_norm_eps
+        )
+
+    def _product(
+        self, w: Stored, x: str, y: str, tokens: int, *, accumulate: bool = False, stride: int = 0, column: int = 0
+    ) -> None:
+        """y[:, column:] = x W^T, or += ; rows of y are `stride` floats apart (0: as many as W has rows)."""
+        self._launch(
+            "matmul_q4", (-(-w.rows // 128), -(-tokens // 64)), 256,
+            self._at(x), _int(w.cols), w.address, self._at(y) + 4 * column, _int(stride or w.rows), _int(tokens),
+            _int(w.rows), _int(w.cols), _int(accumulate),
+        )  # fmt: skip
+
+    def _float_product(self, w: Stored, x: str, y: str, tokens: int) -> None:
+        self._launch(
+            "matmul_f32", (-(-w.rows // 64), -(-tokens // 64)), 256,
+            self._at(x), _int(w.cols), w.address, self._at(y), _int(w.rows), _int(tokens), _int(w.rows), _int(w.cols),
+        )  # fmt: skip
+
+    def _grouped(self, w: Stored, slot: int, x: str, rows: int | None, y: str, pairs: int) -> None:
+        bound = pairs // 32 + self.config.num_experts
+        slot_bytes = ctypes.c_uint(w.rows // 16 * (w.cols // 64) * 576)
+        self._launch(
+            "matmul_q4_grouped", (-(-w.rows // 128), bound), 128,
+            self._at(x), _int(w.cols), rows, slot + w.address, slot_bytes, self._at(y), _int(w.rows), self._at("tiles"),
+            self._at("tile_count"), _int(w.rows), _int(w.cols),
+        )  # fmt: skip
+
+    def _swiglu(self, x: str, y: str, rows: int, inner: int) -> None:
+        grid = -(-inner // 128), min(rows, 65535)
+        self._launch("swiglu", grid, 128, self._at(x), self._at(y), _int(rows), _int(inner))
+
+    def _launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
+        self._card.launch(kernel, grid, threads, *arguments)
+
+    def _at(self, name: str) -> int:
+        return self._base + self._scratch.offsets[name]
+
+
+def check_model(weights: Weights) -> None:
+    """ConfigError if the kernels do not cover the model's sizes or its matrices are not packed."""
+    c = weights.config
+    limits = (
+        ("head_dim", c.head_dim, HEAD_DIMS),
+        ("linear_value_head_dim", c.linear_value_head_dim, DELTA_DIMS),
+        ("linear_key_head_dim", c.linear_key_head_dim, (c.linear_value_head_dim,)),
+        ("num_experts", c.num_experts, range(1, MAX_EXPERTS + 1)),
+        ("num_experts_per_tok", c.num_experts_per_tok, range(1, MAX_CHOSEN + 1)),
+    )
+    for name, value, accepted in limits:
+        if value not in accepted:
+            expected = f"at most {accepted[-1]}" if isinstance(accepted, range) else " or ".join(map(str, accepted))
+            raise ConfigError(f"prefill on the GPU: {name} is {value}, expected {expected}")
+    for index, layer in enumerate(weights.layers):
+        for name, matrix in packed_matrices(layer):
+            if not matrix.packed:
+                raise ConfigError(f"prefill on the GPU: {name} of layer {index} is float32, expected 4-bit blocks")
+
+
+def packed_matrices(layer: LayerWeights) -> list[tuple[str, Matrix]]:
+    """The 4-bit matrices of a layer."""
+    moe = layer.moe
+    mixer: list[tuple[str, Matrix]]
+    if isinstance(layer.mixer, AttentionWeights):
+        a = layer.mixer
+        mixer = [("q_proj", a.q_proj), ("k_proj", a.k_proj), ("v_proj", a.v_proj), ("o_proj", a.o_proj)]
+    else:
+        d = layer.mixer
+        mixer = [("qkv", d.in_proj_qkv), ("z", d.in_proj_z), ("out", d.out_proj)]
+    shared = [("shared_gate", moe.shared_gate), ("shared_up", moe.shared_up), ("shared_down", moe.shared_down)]
+    return [*mixer, *shared, ("experts_gate_up", moe.experts_gate_up), ("experts_down", moe.experts_down)]
+
+
+def dense_tensors(layer: LayerWeights) -> list[tuple[str, Array, int, int]]:
+    """(name, array, rows, cols) of everything but the experts, as the kernels take it."""
+    tensors: list[tuple[str, Array, int, int]] = [
+        (name, matrix.data, matrix.rows, matrix.cols)
+        for name, matrix in packed_matrices(layer)
+        if not name.startswith("experts")
+    ]
+    tensors += [_vector("input_norm", layer.input_norm), _vector("post_norm", layer.post_norm)]
+    tensors.append(_router(layer.moe))
+    if isinstance(layer.mixer, DeltaNetWeights):
+        d = layer.mixer
+        ab = np.concatenate([d.in_proj_a.data[0], d.in_proj_b.data[0]])
+        tensors += [("ab", ab, *ab.shape), ("conv", d.conv, *d.conv.shape)]
+        tensors += [_vector("minus_a", d.minus_a), _vector("dt_bias", d.dt_bias), _vector("norm", d.norm)]
+    else:
+        tensors += [_vector("q_norm", layer.mixer.q_norm), _vector("k_norm", layer.mixer.k_norm)]
+    return tensors
+
+
+def make_plan(weights: Weights, kv_f32: bool, free_bytes: int, context_length: int, memory_limit: int | None) -> Plan:
+    """Divide the card: the longest pass that leaves room for dense weights, buffers and the context; then experts."""
+    c = weights.config
+    usable = int(free_bytes * (1 - SPARE_SHARE))
+    if memory_limit is not None:
+        usable = min(usable, memory_limit)
+    dense = sum(_aligned(array.nbytes) for layer in weights.layers for _, array, _, _ in dense_tensors(layer))
+    experts = [
+        _aligned(_aligned(layer.moe.experts_gate_up.data.nbytes) + layer.moe.experts_down.data.nbytes)
+        for layer in weights.layers
+    ]
+    kv_tokens = -(-context_length // PAGE_TOKENS) * PAGE_TOKENS
+    kv = kv_tokens // PAGE_TOKENS * page_bytes(c, kv_f32)
+    for tokens in PASS_TOKENS:
+        scratch = scratch_layout(c, tokens, kv_tokens).nbytes
+        left = usable - dense - kv - scratch
+        if left >= sum(experts):
+            everything = frozenset(range(len(experts)))
+            return Plan(tokens, kv_tokens, everything, dense, sum(experts), 0, scratch, kv)
+        slots = 2 * max(experts)
+        if left >= slots:
+            count = min(len(experts) - 1, (left - slots) // max(experts))
+            # Spread out, the first layer first: what stays gives the copies of the others time.
+            resident = frozenset(i * len(experts) // count for i in range(count)) if count else frozenset()
+            kept = sum(experts[i] for i in resident)
+            return Plan(tokens, kv_tokens, resident, dense, kept, slots, scratch, kv)
+    least = dense + kv + 2 * max(experts) + scratch_layout(c, PASS_TOKENS[-1], kv_tokens).nbytes
+    raise OutOfMemory(
+        f"prefill on the GPU needs {least} bytes for a context of {context_length} tokens; {usable} may be used"
+    )
+
+
+def _router(moe: MoeWeights) -> tuple[str, Array, int, int]:
+    """Router and shared expert's gate as one matrix: both read the same input."""
+    both = np.concatenate([moe.router.data[0], moe.shared_expert_gate.data[0]])
+    return "router", both, *both.shape
+
+
+def _vector(name: str, values: Float32Array) -> tuple[str, Array, int, int]:
+    return name, values, 1, len(values)
+
+
+def _shifted(embeddings: Sequence[tuple[int, Float32Array]], begin: int, size: int) -> list[tuple[int, Float32Array]]:
+    """The parts of `embeddings` inside begin..begin+size-1, counted from `begin`."""
+    parts = []
+    for start, rows in embeddings:
+        first, last = max(start, begin), min(start + len(rows), begin + size)
+        if first < last:
+            parts.append((first - begin, rows[first - start : last - start]))
+    return parts
+
+
+def _int(value: int) -> ctypes.c_int:
+    return ctypes.c_int(value)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
