@@ -192,8 +192,8 @@ class GpuPrefill:
         logger.info("prefill on %s: %s", card.name, self.plan)
         if not self._pinned:
             logger.warning(
-                "the experts' weights could not be page-locked: copies are several times slower and do not overlap "
-                "with the computation. Raise the limit on locked memory (ulimit -l, LimitMEMLOCK=) to the checkpoint's size."
+                "the experts' weights could not be page-locked: their copies are several times slower and nothing is "
+                "computed meanwhile. Raise the limit on locked memory (ulimit -l) to the size of the checkpoint."
             )
 
     def close(self) -> None:
