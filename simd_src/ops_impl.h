@@ -158,7 +158,7 @@ static void to_half(const float *x, int n, uint16_t *y) {
 }
 
 static void from_half(const uint16_t *x, int n, float *y) {
-    for (int i = 0; i < n; i += VW) vstore(y + i, vload_half(x + i));
+    for (int i = 0; i < n; i += HALF_LANES) vwiden_half(x + i, y + i);
 }
 
 static void exp_all(const float *x, int n, float *y) {

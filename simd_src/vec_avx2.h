@@ -43,7 +43,10 @@ static inline vf vexp_scale(vf a, vf exponent) { /* a * 2^exponent, exponent a w
 static inline vf vround(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline vf vzero_below(vf a, vf x, vf limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_GE_OQ)); }
 
-static inline vf vload_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+#define HALF_LANES 8
+static inline void vwiden_half(const uint16_t *p, float *y) {
+    vstore(y, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+}
 
 static inline void vstore_half(uint16_t *p, vf a) {
     a = _mm256_max_ps(_mm256_min_ps(a, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f));

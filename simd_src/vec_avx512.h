@@ -31,7 +31,10 @@ static inline vf vzero_below(vf a, vf x, vf limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ), a);
 }
 
-static inline vf vload_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+#define HALF_LANES 16
+static inline void vwiden_half(const uint16_t *p, float *y) {
+    vstore(y, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)));
+}
 
 static inline void vstore_half(uint16_t *p, vf a) {
     a = _mm512_max_ps(_mm512_min_ps(a, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f));

@@ -27,7 +27,8 @@ static inline float vsum(vf a) { return a; }
 static inline float vhmax(vf a) { return a; }
 static inline vf vexp(vf a) { return expf(a); }
 
-static inline vf vload_half(const uint16_t *p) {
+#define HALF_LANES 1
+static inline void vwiden_half(const uint16_t *p, float *y) {
     /* The magnitude bits, moved into place, are the value times 2^-112; subnormals included. */
     uint32_t bits = (uint32_t)(*p & 0x7fff) << 13, sign = (uint32_t)(*p & 0x8000) << 16;
     float value;
@@ -35,8 +36,7 @@ static inline vf vload_half(const uint16_t *p) {
     value *= 0x1p112f;
     memcpy(&bits, &value, 4);
     bits |= sign;
-    memcpy(&value, &bits, 4);
-    return value;
+    memcpy(y, &bits, 4);
 }
 
 static inline void vstore_half(uint16_t *p, vf a) {
