@@ -14,6 +14,7 @@ typedef struct {
     fm_engine *engine;
     const fm_layer *layer;
     fm_sequence *sequence;
+    int block; /* tokens of an item in prefill */
 } attention_job;
 
 /* Scratch of one worker, carved from its share. rows = FM_ATTEND_TOKENS * (heads per kv head). */
@@ -145,8 +146,8 @@ static void attend_block(void *arg, int item, int worker) {
     fm_engine *e = job->engine;
     const fm_model_spec *s = &e->spec;
     const int group = group_size(s), width = s->head_dim, kv_head = item % s->kv_heads;
-    const int begin = (fm_blocks(e->tokens, FM_ATTEND_TOKENS) - 1 - item / s->kv_heads) * FM_ATTEND_TOKENS;
-    const int end = fm_least(begin + FM_ATTEND_TOKENS, e->tokens), rows = (end - begin) * group;
+    const int begin = (fm_blocks(e->tokens, job->block) - 1 - item / s->kv_heads) * job->block;
+    const int end = fm_least(begin + job->block, e->tokens), rows = (end - begin) * group;
     attend_scratch a = carve(e, worker);
     load_queries(job, kv_head, begin, end, a.query);
     for (int r = 0; r < rows; r++) a.total_max[r] = -INFINITY, a.total_sum[r] = 0.0f;
@@ -195,7 +196,9 @@ static void merge_head(void *arg, int head, int worker) {
 
 void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     const fm_model_spec *s = &e->spec;
-    attention_job job = {e, layer, sequence};
+    /* Few tokens are dealt out one by one rather than to few threads. */
+    const int share = e->tokens * s->kv_heads / (2 * e->threads);
+    attention_job job = {e, layer, sequence, share < 1 ? 1 : fm_least(share, FM_ATTEND_TOKENS)};
     const int query_width = 2 * s->heads * s->head_dim, key_width = s->kv_heads * s->head_dim;
     float *q = e->projected, *k = q + query_width, *v = k + key_width;
     e->mixed.ld = e->mixed.q.cols = s->heads * s->head_dim;
@@ -211,7 +214,7 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
         fm_parallel_for(e->pool, spans * s->kv_heads, attend_one_span, &job);
         fm_parallel_for(e->pool, s->heads, merge_head, &job);
     } else {
-        fm_parallel_for(e->pool, fm_blocks(e->tokens, FM_ATTEND_TOKENS) * s->kv_heads, attend_block, &job);
+        fm_parallel_for(e->pool, fm_blocks(e->tokens, job.block) * s->kv_heads, attend_block, &job);
     }
     const fm_product output = {.matrix = &layer->o_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
     fm_multiply_all(e, &e->mixed, &output, 1);

@@ -11,7 +11,7 @@
 
 #include "model_api.h"
 
-#define FM_ATTEND_TOKENS 8   /* tokens that share one conversion of a KV page in prefill */
+#define FM_ATTEND_TOKENS 8   /* most tokens that share one conversion of a KV page in prefill */
 #define FM_SPAN_PAGES 8      /* pages whose softmax is merged as one: where one token's keys are split */
 #define FM_EXPERT_TOKENS 64  /* tokens of an expert taken at once: what keeps its intermediate in cache */
 #define FM_EXPERT_COLS 64
