@@ -211,12 +211,13 @@ def quality(
     source: Annotated[Path, typer.Argument(help="The original: a small published checkpoint.")],
     calibration_samples: Annotated[int, typer.Option(min=1)] = 1000,
     samples: Annotated[int, typer.Option(min=1)] = 600,
+    longest: Annotated[int, typer.Option(min=64, max=LONGEST, help="Leave out lessons of more tokens.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Calibrate, convert, prune and measure; print a table and one JSON line."""
     with tempfile.TemporaryDirectory(prefix="fermion-quality-") as name:
         workplace = Path(name)
-        reader = CorpusReader(source, LONGEST)
+        reader = CorpusReader(source, longest)
         training = take(reader, None, calibration_samples, held_out=False, seed=1)
         held_out = take(reader, None, samples, held_out=True, seed=2)
         model = Forward(source, threads)
