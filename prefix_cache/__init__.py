@@ -9,7 +9,7 @@ How an engine uses it, one request:
 
     key = PromptKey(Namespace(fingerprint, scope, salt), token_ids, media)
     outcome, lease = cache.acquire(key, exact=..., read=...)
-    if lease: lease.restore([conv, ssm]); state.pages = [*lease.pages, lease.tail.copy()]; position, rope_delta
+    if lease: lease.restore([conv, ssm]); take lease.pages and a copy of lease.tail as the state's; position, rope_delta
     cuts = canonical_cuts(key.token_ids, markers, key.media)
     todo = plan(key.tokens, boundaries, cuts, config.cuts, resume=outcome.position, matched=outcome.matched)
     flight = cache.flights.begin(key, [p.position for p in todo])     # if requests can overlap: see `flight`
