@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include "threads.h"
 
+#include <errno.h>
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -36,6 +37,9 @@ struct fm_pool {
     unsigned fork_count; /* of the process when the workers started: a forked child has none */
     atomic_int busy;
     worker *workers; /* [threads - 1] */
+    pthread_t creator;
+    cpu_set_t creator_cpus; /* before it was pinned */
+    int creator_pinned;
 
     _Alignas(64) _Atomic uint64_t claim;
     _Alignas(64) _Atomic(fm_task) task;
@@ -113,19 +117,25 @@ static void *work(void *arg) {
     }
 }
 
-static int start_worker(worker *self, int cpu) {
+/* The set of one CPU, or -1 for an id that no set can hold. */
+static int only(int cpu, cpu_set_t *set) {
+    CPU_ZERO(set);
+    if (cpu < 0 || cpu >= CPU_SETSIZE) return -1;
+    CPU_SET(cpu, set);
+    return 0;
+}
+
+/* A CPU that this process may not use (container, hot-unplug) leaves its thread unpinned: slower, never wrong. */
+static int start_worker(worker *self, const int *cpu) {
     pthread_attr_t attributes;
-    if (pthread_attr_init(&attributes) != 0) return -1;
-    if (cpu >= 0) {
-        /* A CPU that this process may not use (container, hot-unplug) leaves the worker unpinned. */
-        cpu_set_t allowed, set;
-        CPU_ZERO(&set);
-        if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-        if (sched_getaffinity(0, sizeof allowed, &allowed) == 0 && cpu < CPU_SETSIZE && CPU_ISSET(cpu, &allowed))
-            pthread_attr_setaffinity_np(&attributes, sizeof set, &set);
+    cpu_set_t set;
+    int error = EINVAL;
+    if (cpu && only(*cpu, &set) == 0 && pthread_attr_init(&attributes) == 0) {
+        pthread_attr_setaffinity_np(&attributes, sizeof set, &set);
+        error = pthread_create(&self->thread, &attributes, work, self);
+        pthread_attr_destroy(&attributes);
     }
-    const int error = pthread_create(&self->thread, &attributes, work, self);
-    pthread_attr_destroy(&attributes);
+    if (error == EINVAL) error = pthread_create(&self->thread, NULL, work, self);
     return error ? -1 : 0;
 }
 
@@ -149,18 +159,25 @@ fm_pool *fm_pool_create(int threads, const int *cpus) {
     *pool = (fm_pool){.threads = threads, .fork_count = fork_count, .workers = workers};
     for (int i = 0; i < threads - 1; i++) {
         workers[i] = (worker){.pool = pool, .index = i + 1};
-        if (start_worker(workers + i, cpus ? cpus[i + 1] : -1) != 0) {
+        if (start_worker(workers + i, cpus ? cpus + i + 1 : NULL) != 0) {
             stop_workers(pool, i);
             free(workers);
             free(pool);
             return NULL;
         }
     }
+    /* Last, since new threads inherit the mask of the one that makes them. */
+    cpu_set_t set;
+    pool->creator = pthread_self();
+    if (cpus && only(cpus[0], &set) == 0 && sched_getaffinity(0, sizeof pool->creator_cpus, &pool->creator_cpus) == 0)
+        pool->creator_pinned = sched_setaffinity(0, sizeof set, &set) == 0;
     return pool;
 }
 
 void fm_pool_destroy(fm_pool *pool) {
     if (!pool) return;
+    if (pool->creator_pinned && pthread_equal(pool->creator, pthread_self()))
+        sched_setaffinity(0, sizeof pool->creator_cpus, &pool->creator_cpus);
     if (pool->fork_count == fork_count) stop_workers(pool, pool->threads - 1);
     free(pool->workers);
     free(pool);

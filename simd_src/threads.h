@@ -7,7 +7,10 @@ typedef struct fm_pool fm_pool;
 /* One of `count` independent items; `worker` in 0..threads-1 indexes per-thread scratch. */
 typedef void (*fm_task)(void *arg, int item, int worker);
 
-/* threads >= 1, the caller included (it works too). cpus: logical CPU ids to pin to, or NULL. NULL on failure. */
+/* threads >= 1, the caller included (it works too). cpus: logical CPU ids to pin to, one per thread, or NULL: no
+ * pinning. The first is the creating thread's own, which should be the one that calls fm_parallel_for: unpinned it
+ * may share a core with a worker (measured: half the speed). It gets its old mask back from fm_pool_destroy, if it
+ * calls that too. NULL on failure. */
 fm_pool *fm_pool_create(int threads, const int *cpus);
 void fm_pool_destroy(fm_pool *pool);
 int fm_pool_threads(const fm_pool *pool);

@@ -34,11 +34,13 @@ class Weights:
         self.rows, self.cols = rows, cols
         self.matrix_bytes = rows // formats.BLOCK_ROWS * (cols // formats.BLOCK_COLS) * formats.BLOCK_BYTES
         self.count = max(1, nbytes // self.matrix_bytes)
-        self._memory = mmap.mmap(-1, self.count * self.matrix_bytes)
+        # Private: anonymous shared memory gets no huge pages, which are worth 40 % here.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, self.count * self.matrix_bytes, flags)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         rng = np.random.default_rng(0)
         nibbles = rng.integers(0, 16, (rows, cols), np.uint8)
-        scales = (rng.standard_normal((rows, cols // formats.GROUP)) * 0.01).astype(np.float16)
+        scales = rng.uniform(0.005, 0.02, (rows, cols // formats.GROUP)).astype(np.float16)
         view = np.frombuffer(self._memory, np.uint8).reshape(self.count, self.matrix_bytes)
         view[:] = formats.pack_q4(nibbles, scales).reshape(-1)
 

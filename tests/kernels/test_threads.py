@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -54,3 +55,11 @@ def test_a_job_within_a_job_is_refused(threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_forked_child_runs_alone_and_lets_go(threads: int) -> None:
     assert lib.fm_pool_trial_fork(threads) == 0
+
+
+def test_the_caller_gets_its_processors_back() -> None:
+    before = os.sched_getaffinity(0)
+    visits, worker_items = ffi.new("int[4]"), ffi.new("int[2]")
+    cpus = ffi.new("int[2]", [min(before), max(before)])
+    assert lib.fm_pool_trial(2, cpus, 5, 4, 0, visits, worker_items) >= 0
+    assert os.sched_getaffinity(0) == before
