@@ -131,9 +131,6 @@ lint: setup-dev ## ruff (rules and format), shellcheck, hadolint
 typecheck: setup-dev ## mypy, strict, on server, engine and prefix_cache
 	@$(BIN)/mypy
 
-check-ptx: setup-dev ## the kernels for graphics cards against the rules of the oldest ones (no card needed)
-	@$(BIN)/python tests/cuda/check_ptx.py $(ARGS)
-
 check: lint typecheck test check-ptx ## all that CI runs
 
 check-ptx: setup-dev ## the CUDA kernels' PTX: hash, lint, and what the installed compilers and assemblers say of it
