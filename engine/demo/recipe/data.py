@@ -30,15 +30,15 @@ Lesson = typing.Callable[[Rng, World], Sample]
 
 #: Each lesson with its weight in the three stages: easy forms first, then everything, then everything and longer.
 LESSONS: tuple[tuple[Lesson, tuple[float, float, float]], ...] = (
-    (lessons.chat, (6, 6, 6)),
-    (lessons.out_of_scope, (2, 4, 4)),
-    (lessons.poem, (0.5, 1, 1)),
-    (lessons.fact, (6, 6, 6)),
-    (lessons.arithmetic, (6, 9, 10)),
-    (lessons.word_problem, (0, 2, 2)),
+    (lessons.chat, (6, 6, 5)),
+    (lessons.out_of_scope, (2, 4, 3.5)),
+    (lessons.poem, (0.5, 1, 0.5)),
+    (lessons.fact, (6, 6, 5)),
+    (lessons.arithmetic, (6, 12, 13)),
+    (lessons.word_problem, (0, 3, 3)),
     (lessons.copy, (10, 4, 4)),
-    (lessons.word_list, (2, 5, 5)),
-    (lessons.spell, (2, 3, 3)),
+    (lessons.word_list, (2, 6, 6)),
+    (lessons.spell, (2, 5, 5)),
     (lessons.count, (1, 2, 2)),
     (lessons.number_words, (0.3, 0.5, 0.5)),
     (lessons.recall_words, (10, 2, 1)),
@@ -46,21 +46,21 @@ LESSONS: tuple[tuple[Lesson, tuple[float, float, float]], ...] = (
     (lessons.recall_long, (0, 3, 4)),
     (lessons.needle, (0, 1.5, 1.5)),
     (lessons.where, (1, 4, 4)),
-    (lessons.make_json, (4, 5, 5)),
+    (lessons.make_json, (4, 5, 4.5)),
     (lessons.system_rule, (2, 4, 4)),
-    (lessons.memory, (1, 4, 4)),
-    (tools.call, (6, 15, 15)),
-    (tools.no_fit, (0.5, 2.5, 2.5)),
+    (lessons.memory, (1, 2.5, 2.5)),
+    (tools.call, (6, 18, 18)),
+    (tools.no_fit, (0.5, 3, 3)),
     (tools.chain, (0, 2, 2)),
-    (pictures.full_thing, (25, 9, 7)),
+    (pictures.full_thing, (25, 7, 5)),
     (pictures.one_thing, (3, 9, 9)),
     (pictures.second_question, (0, 2, 2)),
-    (pictures.two_things, (2, 10, 10)),
+    (pictures.two_things, (2, 12, 12)),
     (pictures.how_many, (0.5, 3, 3)),
-    (pictures.several, (0, 3, 3)),
+    (pictures.several, (0, 4, 4)),
 )
 #: Share of prose documents among the samples, by stage.
-PROSE = (0.04, 0.07, 0.06)
+PROSE = (0.04, 0.06, 0.045)
 PROSE_WEIGHT = 0.3
 #: Lessons that earlier turns of a conversation are made of.
 SMALL: tuple[Lesson, ...] = (lessons.chat, lessons.chat, lessons.fact, lessons.arithmetic, lessons.spell, lessons.copy)
@@ -174,18 +174,14 @@ def long_system_prompt(r: Rng, w: World) -> str:
     return "\n".join(lines)
 
 
-def draw_sample(r: Rng, w: World, stage: int, test: bool) -> Sample:
-    """One sample of the wanted side of the split."""
-    functions, weights = _weights(stage)
+def draw_sample(r: Rng, w: World, stage: int, test: bool, focus: typing.Mapping[str, float] | None = None) -> Sample:
+    """One sample of the wanted side of the split; ``focus`` multiplies the weights of lessons by function name."""
+    weights = [each[stage] * (focus or {}).get(lesson.__name__, 1.0) for lesson, each in LESSONS]
     while True:
-        sample = r.choices(functions, weights)[0](r, w)
+        lesson, _ = r.choices(LESSONS, weights)[0]
+        sample = lesson(r, w)
         if held_out(sample) == test:
             return surround(r, w, sample)
-
-
-@functools.cache
-def _weights(stage: int) -> tuple[list[Lesson], list[float]]:
-    return [lesson for lesson, _ in LESSONS], [weights[stage] for _, weights in LESSONS]
 
 
 @dataclasses.dataclass
@@ -216,7 +212,7 @@ class Encoder:
         return ids
 
     def sample(self, sample: Sample) -> Document:
-        """Prompt and completion encoded apart, as a server does, with picture pads repeated and three-axis positions."""
+        """Prompt and completion encoded apart, as a server does; picture pads repeated, three-axis positions."""
         prompt_text, completion_text = render(sample, self.template)
         completion = self.ids(completion_text)
         prompt: list[int] = []
@@ -258,19 +254,28 @@ Batch = dict[str, typing.Any]
 class Packer:
     """Draws documents and packs them into batches."""
 
-    def __init__(self, encoder: Encoder, documents: list[str], topics: list[str], seed: int, test: bool = False) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        documents: list[str],
+        topics: list[str],
+        seed: int,
+        test: bool = False,
+        focus: typing.Mapping[str, float] | None = None,
+    ) -> None:
         self.encoder = encoder
         self.rng = random.Random(seed)
         self.documents = documents
         self.topics = topics
         self.test = test
+        self.focus = focus
 
     def batch(self, form: Form, stage: int) -> Batch:
         """A batch of NumPy arrays.
 
         ids, documents int32 [rows, length]; positions int32 [3, tokens]; label_at, label_id int64 and label_weight
-        float32 [labels] (unused: weight 0, places spread out); image_at int64 [image_rows] (unused: ``tokens``); pictures uint8
-        [P, H, W, 3]; skills: (skill, first label, one past the last label) of every document.
+        float32 [labels] (unused: weight 0, places spread out); image_at int64 [image_rows] (unused: ``tokens``);
+        pictures uint8 [P, H, W, 3]; skills: (skill, first label, one past the last label) of every document.
         """
         r = self.rng
         size = r.choices([s for s, _ in pictures.SIZES], [n for _, n in pictures.SIZES])[0]
@@ -303,7 +308,7 @@ class Packer:
             while world.room > 2000 and len(text) < 4000 and self.rng.random() < 0.8:
                 text += "\n\n" + self.rng.choice(self.documents)
             return self.encoder.prose(text)
-        return self.encoder.sample(draw_sample(self.rng, world, stage, self.test))
+        return self.encoder.sample(draw_sample(self.rng, world, stage, self.test, self.focus))
 
     def _assemble(self, form: Form, rows: list[list[Document]]) -> Batch:
         ids = np.full((form.rows, form.length), self.encoder.end, np.int32)
@@ -375,7 +380,7 @@ def _fitting(kept: list[Document], length: int) -> tuple[list[Document], int, li
 
 
 def warm_up_pictures(r: Rng, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Single shapes for the tower's warm-up: uint8 [count, H, W, 3] and labels int64 [count, 4] (shape, colour, top, left)."""
+    """Single shapes for the tower's warm-up: uint8 [count, H, W, 3], int64 [count, 4] (shape, colour, top, left)."""
     size = r.choices([s for s, _ in pictures.SIZES], [n for _, n in pictures.SIZES])[0]
     shown, labels = [], []
     for _ in range(count):
@@ -387,13 +392,19 @@ def warm_up_pictures(r: Rng, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(shown), np.array(labels)
 
 
-def make_packer(tokenizer: Path, corpus_file: Path, seed: int, test: bool = False) -> Packer:
+def make_packer(
+    tokenizer: Path,
+    corpus_file: Path,
+    seed: int,
+    test: bool = False,
+    focus: typing.Mapping[str, float] | None = None,
+) -> Packer:
     """A packer over a tokenizer file and a corpus file."""
     documents = corpus.load(corpus_file)
     encoder = Encoder(Tokenizer.from_file(str(tokenizer)), TEMPLATE_PATH.read_text(encoding="utf-8"))
     cut = len(documents) // 50
     part = documents[:cut] if test else documents[cut:]
-    return Packer(encoder, part, topics_of(part), seed, test)
+    return Packer(encoder, part, topics_of(part), seed, test, focus)
 
 
 def plain_texts(count: int, seed: int) -> typing.Iterator[str]:

@@ -269,7 +269,11 @@ def arithmetic(r: Rng, w: World) -> Sample:
     sign = {"+": ["+", "plus"], "-": ["-", "minus"], "*": ["*", "times", "x"]}[kind]
     said = r.choice(["What is {} {} {}?", "{} {} {} =", "Compute {} {} {}.", "How much is {} {} {}?", "{} {} {}",
                      "Calculate {} {} {}.", "What's {} {} {}?"]).format(a, r.choice([sign[0], *sign]), b)  # fmt: skip
-    return Sample("arithmetic", user(said), str(result), (kind, a, b), thought)
+    if r.random() < 0.3:
+        said = said.replace(f" {kind} ", kind)
+    # Sums are held out by operands. Products can only be learnt by heart, so they are held out by wording.
+    core = (kind, a, b, said) if kind == "*" else (kind, a, b)
+    return Sample("arithmetic", user(said), str(result), core, thought)
 
 
 def word_problem(r: Rng, w: World) -> Sample:
@@ -307,7 +311,7 @@ def copy(r: Rng, w: World) -> Sample:
         text = r.choice(w.documents)[: r.randint(20, 120)].rsplit(" ", 1)[0]
     said = r.choice(
         ["Repeat: {}", "Say this again: {}", "Copy this text: {}", "Repeat after me: {}", "Echo: {}", 'Say "{}"',
-         "Write exactly this: {}", "Repeat the following text.\n{}", "Say: {}"]
+         "Write exactly this: {}", "Repeat the following text.\n{}", "Say: {}", "Say {}", "Repeat {}"]
     ).format(text)  # fmt: skip
     return Sample("copy", user(said), text, ("copy", text), "I repeat the text.")
 
@@ -320,9 +324,9 @@ def word_list(r: Rng, w: World) -> Sample:
     ordinal = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh"][k]
     said, answer, thought = r.choice(
         [
-            (r.choice(["Sort these words: ", "Sort alphabetically: ", "Put these words in order: "]),
+            (r.choice(["Sort these words: ", "Sort alphabetically: ", "Put these words in order: ", "Sort: ", "Sort "]),
              ", ".join(sorted(words)), "I sort the words."),
-            (r.choice(["Reverse this list: ", "Write this list backwards: "]), ", ".join(words[::-1]), "I turn the list around."),
+            (r.choice(["Reverse this list: ", "Write this list backwards: ", "Reverse: "]), ", ".join(words[::-1]), "I turn the list around."),
             ("What is the last word of: ", words[-1], "I look at the end."),
             (f"What is the {ordinal} word of: ", words[k], f"I look for the {ordinal} word."),
             ("How many words are in: ", str(len(words)), " ".join(f"{i} {x}" for i, x in enumerate(words, 1)) + "."),

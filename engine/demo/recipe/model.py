@@ -269,9 +269,8 @@ def initial_weights(shape: Shape, seed: int) -> Params:
     params: Params = {}
     for name, dims in tensor_shapes(shape).items():
         value = torch.empty(dims)
-        if name.startswith(VISION) and "norm" in name and name.endswith("weight"):
-            value.fill_(1.0)
-        elif name.endswith("linear_attn.norm.weight"):
+        layer_norm = name.startswith(VISION) and "norm" in name and name.endswith("weight")
+        if layer_norm or name.endswith("linear_attn.norm.weight"):
             value.fill_(1.0)
         elif name.endswith("A_log"):
             value.uniform_(1, 16, generator=generator).log_()
@@ -579,9 +578,7 @@ def logits(p: Params, hidden: Tensor) -> Tensor:
     return linear(hidden, p["lm_head.weight"]).float()
 
 
-def mtp_hidden(
-    shape: Shape, p: Params, hidden: Tensor, following: Tensor, at: Layout
-) -> tuple[Tensor, Tensor, Tensor]:
+def mtp_hidden(shape: Shape, p: Params, hidden: Tensor, following: Tensor, at: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Output [N, hidden] of the multi-token-prediction layer, balance and z loss; logits of slot t predict token t + 2.
 
     ``hidden`` [N, hidden] is the trunk after its final norm, ``following`` [N] the id of token t + 1. Slot t keeps

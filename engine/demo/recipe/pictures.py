@@ -79,9 +79,7 @@ def ask(r: Rng, question: str, pictures: int = 1) -> list[Message]:
     return [{"role": "user", "content": [*parts, text] if r.random() < 0.8 else [text, *parts]}]
 
 
-def _questions(
-    r: Rng, shape: str, color: str, background: str, left: bool, top: bool
-) -> dict[str, tuple[str, str]]:
+def _questions(r: Rng, shape: str, color: str, background: str, left: bool, top: bool) -> dict[str, tuple[str, str]]:
     place = f"{'top' if top else 'bottom'} {'left' if left else 'right'}"
     thing = f"{'an' if color == 'orange' else 'a'} {color} {shape}"
     return {
@@ -118,7 +116,9 @@ def one_thing(r: Rng, w: World, full: bool = False, again: bool = False) -> Samp
     background = r.choice([b for b in BACKGROUNDS if b != color])
     x, y, s, left, top = placed(r, w.size)
     questions = _questions(r, shape, color, background, left, top)
-    kind = "full" if full else r.choice(["full", "full", "color", "shape", "shape", "place", "place", "short", "ground"])
+    kind = (
+        "full" if full else r.choice(["full", "full", "color", "shape", "shape", "place", "place", "short", "ground"])
+    )
     question, answer = questions[kind]
     messages = ask(r, question)
     if again:
@@ -126,7 +126,9 @@ def one_thing(r: Rng, w: World, full: bool = False, again: bool = False) -> Samp
         messages = [*ask(r, said), {"role": "assistant", "content": reply}, {"role": "user", "content": question}]
     core = (shape, color, x, y, s, w.size, background)
     picture = draw(r, [(shape, color, x, y, s)], w.size, background)
-    return Sample(f"see_{kind}", messages, answer, core, "I look at the picture.", pictures=[picture], may_have_history=not again)
+    return Sample(
+        f"see_{kind}", messages, answer, core, "I look at the picture.", pictures=[picture], may_have_history=not again
+    )
 
 
 def full_thing(r: Rng, w: World) -> Sample:
@@ -146,12 +148,13 @@ def two_things(r: Rng, w: World) -> Sample:
     background = r.choice([b for b in BACKGROUNDS if b not in colors])
     s = r.randint(min(w.size) // 8, min(w.size) // 6)
     beside = r.random() < 0.6
-    if beside:
-        spots = [(r.randint(s, width // 2 - s - 1), r.randint(s, height - s)), (r.randint(width // 2 + s + 1, width - s), r.randint(s, height - s))]
-        names = ("left", "right")
-    else:
-        spots = [(r.randint(s, width - s), r.randint(s, height // 2 - s - 1)), (r.randint(s, width - s), r.randint(height // 2 + s + 1, height - s))]
-        names = ("top", "bottom")
+    # Apart on one axis and nearly level on the other, so that only one relation is true.
+    across, along = (width, height) if beside else (height, width)
+    level = r.randint(2 * s, along - 2 * s)
+    first = (r.randint(s, across // 2 - s - 1), level + r.randint(-s // 2, s // 2))
+    second = (r.randint(across // 2 + s + 1, across - s), level + r.randint(-s // 2, s // 2))
+    spots = [first, second] if beside else [first[::-1], second[::-1]]
+    names = ("left", "right") if beside else ("top", "bottom")
     picture = draw(r, [(shapes[i], colors[i], *spots[i], s) for i in (0, 1)], w.size, background)
     i = r.randrange(2)
     a, b = (f"{'an' if c == 'orange' else 'a'} {c} {x}" for c, x in zip(colors, shapes, strict=True))
@@ -164,6 +167,7 @@ def two_things(r: Rng, w: World) -> Sample:
              f"{a[0].upper() + a[1:]} {relation[0]} {b} on a {background} background."),
             (f"Which shape is on the {names[i]}?" if beside else f"Which shape is at the {names[i]}?", f"The {colors[i]} {shapes[i]}."),
             (f"What is {relation[i]} the {shapes[1 - i]}?", f"The {colors[i]} {shapes[i]}."),
+            (f"What color is the {shapes[i]}?", f"The {shapes[i]} is {colors[i]}."),
             (f"What color is the {shapes[i]}?", f"The {shapes[i]} is {colors[i]}."),
             (f"Where is the {shapes[i]}?", f"The {shapes[i]} is {relation[i]} the {shapes[1 - i]}."),
             ("Return JSON with the color of each shape.", json.dumps({shapes[0]: colors[0], shapes[1]: colors[1]})),
@@ -182,7 +186,9 @@ def how_many(r: Rng, w: World) -> Sample:
     s = min(w.size) // 7
     spots = r.sample([(q, t) for q in (1, 3) for t in (1, 3)], n)
     jitter = min(w.size) // 16
-    centres = [(q * width // 4 + r.randint(-jitter, jitter), t * height // 4 + r.randint(-jitter, jitter)) for q, t in spots]
+    centres = [
+        (q * width // 4 + r.randint(-jitter, jitter), t * height // 4 + r.randint(-jitter, jitter)) for q, t in spots
+    ]
     picture = draw(r, [(shape, color, x, y, s) for x, y in centres], w.size, background)
     question = r.choice(["How many shapes do you see?", f"How many {plural(shape)} are there?", "Count the shapes."])
     noun = question.split()[2] if question.startswith("How many") and shape in question else "shapes"
@@ -197,7 +203,9 @@ def several(r: Rng, w: World) -> Sample:
     colors, shapes = r.sample(list(COLORS), n), r.sample(SHAPES, n)
     backgrounds = [r.choice([b for b in BACKGROUNDS if b != c]) for c in colors]
     spots = [placed(r, w.size) for _ in range(n)]
-    pictures = [draw(r, [(q, c, *p[:3])], w.size, b) for q, c, p, b in zip(shapes, colors, spots, backgrounds, strict=True)]
+    pictures = [
+        draw(r, [(q, c, *p[:3])], w.size, b) for q, c, p, b in zip(shapes, colors, spots, backgrounds, strict=True)
+    ]
     i = r.randrange(n)
     ordinal = ("first", "second", "third")[i]
     question, answer = r.choice(

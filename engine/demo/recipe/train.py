@@ -56,16 +56,17 @@ class Lessons(IterableDataset[dict[str, typing.Any]]):
     forms: tuple[Form, Form]
     seed: int
     progress: typing.Any
-    test: bool = False
+    long_share: tuple[float, ...] = LONG_SHARE
+    focus: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __iter__(self) -> typing.Iterator[dict[str, typing.Any]]:
         torch.set_num_threads(1)
         worker = get_worker_info()
         number = worker.id if worker else 0
-        packer = data.make_packer(self.tokenizer, self.corpus, self.seed * 1000 + number, self.test)
+        packer = data.make_packer(self.tokenizer, self.corpus, self.seed * 1000 + number, focus=self.focus)
         while True:
             stage = stage_of(self.progress.value)
-            form = self.forms[packer.rng.random() < LONG_SHARE[stage]]
+            form = self.forms[packer.rng.random() < self.long_share[stage]]
             yield {k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in packer.batch(form, stage).items()}
 
 
@@ -221,7 +222,7 @@ def mtp_loss(shape: model.Shape, p: model.Params) -> LossFunction:
 def exact_match(
     shape: model.Shape, p: model.Params, batches: list[dict[str, typing.Any]], device: torch.device
 ) -> tuple[float, dict[str, tuple[float, int]]]:
-    """Mean answer loss and, by skill, the share of held-out completions that greedy decoding gets right, and their number.
+    """Mean answer loss and, by skill, the share of completions that greedy decoding gets right, and their number.
 
     One pass suffices: a completion is right exactly when every label is the best-scored token after its prefix.
     """
@@ -291,7 +292,9 @@ def warm_up_tower(run: Run, batches: typing.Iterator[tuple[Tensor, Tensor]], sec
         parts = F.linear(rows, head).split(sizes, -1)
         loss = torch.stack([F.cross_entropy(part, labels[:, i]) for i, part in enumerate(parts)]).sum()
         found = torch.autograd.grad(loss, list(trained.values()))
-        optimizer.step(dict(zip(trained, found, strict=True)), min(1, (step + 1) / 40) * min(1, (1 - fraction) * 3 + 0.05))
+        optimizer.step(
+            dict(zip(trained, found, strict=True)), min(1, (step + 1) / 40) * min(1, (1 - fraction) * 3 + 0.05)
+        )
         step, seen = step + 1, seen + len(pictures)
         if step % 100 == 0:
             right = [round(float((part.argmax(-1) == labels[:, i]).float().mean()), 2) for i, part in enumerate(parts)]
@@ -319,8 +322,10 @@ def train_trunk(
     forms: tuple[Form, Form],
     progress: typing.Any,
     seconds: float,
+    first: float,
+    rate: float,
 ) -> None:
-    """The main phase."""
+    """The main phase, from the fraction ``first`` of the schedule to its end, learning rates times ``rate``."""
     trained = {n: v for n, v in run.params.items() if not n.startswith("mtp.")}
     tower = {n: v for n, v in trained.items() if n.startswith(model.VISION)}
     text = {n: v for n, v in trained.items() if n not in tower}
@@ -330,7 +335,7 @@ def train_trunk(
     start = last_log = last_save = last_test = time.monotonic()
     tokens = logged = step = 0
     waited = 0.0
-    while (fraction := (time.monotonic() - start) / seconds) < 1:
+    while (fraction := first + (1 - first) * (time.monotonic() - start) / seconds) < 1:
         progress.value = fraction
         asked = time.monotonic()
         batch = next(batches)
@@ -347,15 +352,15 @@ def train_trunk(
         else:
             found = [torch.zeros_like(v) for v in tower.values()]
         gradients |= dict(zip(tower, found, strict=True))
-        norm = optimizer.step(gradients, rate_of(step, fraction))
+        norm = optimizer.step(gradients, rate * rate_of(step, fraction))
         step, tokens = step + 1, tokens + form.tokens
         now = time.monotonic()
         if now - last_log > 10 or step in (1, 10):
             loss, right, balance, most, least = steps[form].metrics.tolist()
             run.say(
-                f"step {step} {fraction:.3f} loss {loss:.4f} right {right:.4f} norm {float(norm):.2f} balance {balance:.2f} "
-                f"load {least:.2f}-{most:.2f} {tokens / 1e6:.1f} Mtok {(tokens - logged) / (now - last_log):.0f} tok/s "
-                f"wait {waited / (now - last_log):.2f}"
+                f"step {step} {fraction:.3f} loss {loss:.4f} right {right:.4f} norm {float(norm):.2f} "
+                f"balance {balance:.2f} load {least:.2f}-{most:.2f} {tokens / 1e6:.1f} Mtok "
+                f"{(tokens - logged) / (now - last_log):.0f} tok/s wait {waited / (now - last_log):.2f}"
             )
             last_log, logged, waited = now, tokens, 0.0
             if loss != loss:
@@ -384,7 +389,9 @@ def report(run: Run, tests: list[dict[str, typing.Any]], step: int, tokens: int)
         log.write(json.dumps({"step": step, "tokens": tokens, "loss": loss, "exact": table}) + "\n")
 
 
-def train_mtp(run: Run, batches: typing.Iterator[dict[str, typing.Any]], forms: tuple[Form, Form], seconds: float) -> None:
+def train_mtp(
+    run: Run, batches: typing.Iterator[dict[str, typing.Any]], forms: tuple[Form, Form], seconds: float
+) -> None:
     """Train the multi-token-prediction layer; everything else stays as it is."""
     trained = {n: v for n, v in run.params.items() if n.startswith("mtp.")}
     steps = make_steps(run, forms, trained, mtp_loss(run.shape, run.params))
@@ -415,11 +422,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="start from this checkpoint instead of fresh weights")
     parser.add_argument("--minutes", type=float, default=20.0, help="wall-clock time of the main phase")
+    parser.add_argument("--first", type=float, default=0.0, help="fraction of the schedule to start at, with --init")
+    parser.add_argument("--rate", type=float, default=1.0, help="multiplies the learning rates")
+    parser.add_argument("--focus", default="", help="multiply lesson weights, e.g. arithmetic=4,two_things=3")
+    parser.add_argument("--short-only", action="store_true", help="no rows of 8,192 tokens")
     parser.add_argument("--tower-seconds", type=float, default=45.0)
     parser.add_argument("--mtp-seconds", type=float, default=110.0)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--shrink", type=int, default=1, help="divide the rows of a batch, for trying on a small machine")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide the rows of a batch, for trying on a small machine"
+    )
     parser.add_argument("--eager", action="store_true", help="launch kernel by kernel instead of as CUDA graphs")
     args = parser.parse_args()
 
@@ -429,13 +442,15 @@ def main() -> None:
 
     forms = (shrunk(data.SHORT), shrunk(data.LONG))
     args.out.mkdir(parents=True, exist_ok=True)
-    progress = multiprocessing.Value("d", 0.0)
-    lessons = Lessons(args.tokenizer, args.corpus, forms, args.seed, progress)
+    progress = multiprocessing.Value("d", args.first)
+    long_share = (0.0, 0.0, 0.0) if args.short_only else LONG_SHARE
+    focus = {name: float(value) for name, value in (item.split("=") for item in args.focus.split(",") if item)}
+    lessons = Lessons(args.tokenizer, args.corpus, forms, args.seed, progress, long_share, focus)
     towers = loader(Shapes(args.seed, 256 // args.shrink), max(args.workers - 4, 0), pinned=False)
     batches = loader(lessons, args.workers, pinned=True)  # last, because its thread must not exist at a fork
     tester = data.make_packer(args.tokenizer, args.corpus, 99, test=True)
     tests = []
-    for form in [forms[0]] * 6 + [forms[1]] * 2:
+    for form in [forms[0]] * 6 + [forms[1]] * (0 if args.short_only else 2):
         made = tester.batch(form, 1)
         tests.append({k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in made.items()})
 
@@ -456,7 +471,7 @@ def main() -> None:
     if args.tower_seconds > 0:
         warm_up_tower(run, towers, args.tower_seconds)
     del towers
-    train_trunk(run, batches, tests, forms, progress, args.minutes * 60)
+    train_trunk(run, batches, tests, forms, progress, args.minutes * 60, args.first, args.rate)
     if args.mtp_seconds > 0:
         train_mtp(run, batches, forms, args.mtp_seconds)
     run.save("final")

@@ -48,10 +48,10 @@ CAPITALS = dict(
     ).split(",")
 )
 CITIES = (
-    "Paris London Berlin Madrid Rome Oslo Vienna Lisbon Dublin Athens Tokyo Cairo Lima Quito Delhi Boston Chicago "
-    "Denver Seattle Sydney Toronto Prague Warsaw Helsinki Munich Milan Lyon Geneva Hamburg Oxford Kyoto Mumbai Miami "
-    "Dallas Austin Zurich Naples Porto"
-).split() + ["New York", "San Francisco", "Los Angeles", "Cape Town", "Hong Kong", "Mexico City"]
+    "Paris,London,Berlin,Madrid,Rome,Oslo,Vienna,Lisbon,Dublin,Athens,Tokyo,Cairo,Lima,Quito,Delhi,Boston,Chicago,"
+    "Denver,Seattle,Sydney,Toronto,Prague,Warsaw,Helsinki,Munich,Milan,Lyon,Geneva,Hamburg,Oxford,Kyoto,Mumbai,Miami,"
+    "Dallas,Austin,Zurich,Naples,Porto,New York,San Francisco,Los Angeles,Cape Town,Hong Kong,Mexico City"
+).split(",")
 OPPOSITES = dict(
     pair.split(":")
     for pair in (
