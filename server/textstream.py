@@ -127,6 +127,12 @@ class TextStream:
     def has_tool_calls(self) -> bool:
         return self._tools is not None and self._tools.reported > 0
 
+    def is_answer(self, token_id: int) -> bool:
+        """Whether the next token, `token_id`, belongs to the answer: not to the reasoning or the blank behind it."""
+        if self._in_reasoning:
+            return False
+        return not self._at_content_start or bool(self._token_bytes(token_id).strip(b"\n"))
+
     def feed(self, token_id: int) -> list[Delta]:
         """The deltas that one more token makes certain."""
         if not self._in_reasoning:

@@ -306,7 +306,7 @@ class EngineWorker:
                 tokens += 1
                 job.completion_tokens += 1
                 if step.token_id not in request.stop_token_ids:
-                    if step.logprobs is not None and not stream.in_reasoning:
+                    if step.logprobs is not None and stream.is_answer(step.token_id):
                         logprobs.append((step.token_id, step.logprobs))
                     if deltas := stream.feed(step.token_id):
                         job.post(Deltas(index, deltas, logprobs))

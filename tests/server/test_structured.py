@@ -217,7 +217,7 @@ def test_logprobs(live: LiveServer) -> None:
     live.engine.say("hm\n</think>\n\nthe é")
     (choice,) = both(live, chat_body(logprobs=True, top_logprobs=2))["choices"]
     entries = choice["logprobs"]["content"]
-    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "\n\nthe é"
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "the é"
     assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] == -0.5 for entry in entries)
     assert entries[0]["top_logprobs"][0] == {key: entries[0][key] for key in ("token", "logprob", "bytes")}
     partial = [entry["token"] for entry in entries if entry["token"].startswith("bytes:")]
