@@ -1,10 +1,10 @@
 """The whole chain on a small model, as evidence: what each recipe and each way of pruning loses.
 
-    python -m engine.convert.quality SRC
+    python -m engine.convert.quality SRC --text HELD_OUT.jsonl --calibration-text OTHER.jsonl
 
-calibrates SRC on lessons of the demo model, converts it by every recipe and by the plain schemes, prunes it by saliency
-(REAP), by frequency and at random, and measures each against SRC on held-out lessons. Prints a table and, last, one
-JSON line. Meant for models that convert in seconds: every variant is written and measured in full.
+calibrates SRC on lessons of the demo model and on text, converts it by every recipe and by the plain schemes, prunes it
+by saliency (REAP), by frequency and at random, and measures each against SRC on what it has not seen. Prints tables
+and, last, one JSON line. Meant for models that convert in seconds: every variant is written and measured in full.
 """
 
 from __future__ import annotations
@@ -38,46 +38,59 @@ from engine.core import Float32Array
 from engine.formats import GROUP, Q4_ZERO, quantize_absmax
 
 RANDOM_DRAWS = 8
-HEADER = """| variant | MB | KL | perplexity | answer loss | top-1 | exact |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+HEADER = """| variant | MB | text KL | text perplexity | answer KL | answer loss | top-1 | exact |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured variant; `stored` in bytes."""
+    """One measured variant. stored: bytes; lessons: score on answers; text: on running text, if that was measured."""
 
     name: str
     stored: int
-    score: Score
+    lessons: Score
+    text: Score | None
 
     @property
-    def perplexity(self) -> float:
-        """Of the held-out answers."""
-        return math.exp(self.score.loss)
+    def exact(self) -> float:
+        """Share of lessons answered exactly."""
+        skills = self.lessons.skills.values()
+        return sum(skill.exact for skill in skills) / sum(skill.samples for skill in skills)
+
+
+class Reference:
+    """Samples with the original's logits on them, kept."""
+
+    def __init__(self, model: Forward, samples: list[Sample]) -> None:
+        self.samples = samples
+        self._logits = [[row.copy() for row in model.logits(sample)] for sample in samples]
+
+    def score(self, candidate: Forward) -> Score:
+        """A variant against the original."""
+        return compare(self.samples, self._logits, map(candidate.logits, self.samples))
 
 
 class Bench:
-    """The reference's answers, kept, and a place to write variants."""
+    """The original's answers, and a place to write variants."""
 
-    def __init__(self, source: Path, samples: list[Sample], workplace: Path, threads: int | None) -> None:
+    def __init__(
+        self, source: Path, lessons: list[Sample], text: list[Sample], workplace: Path, threads: int | None
+    ) -> None:
         self.source = source
-        self._samples = samples
         self._workplace = workplace
         self._threads = threads
-        self.rows: list[Row] = []
-        reference = Forward(source, threads)
-        self._logits = [[row.copy() for row in reference.logits(sample)] for sample in samples]
-        reference.close()
+        original = Forward(source, threads)
+        self._lessons, self._text = Reference(original, lessons), Reference(original, text)
+        original.close()
 
-    def measure(self, name: str, prepared: Conversion) -> Row:
-        """Writes a variant, measures it as it would be served, and keeps it under its name."""
+    def measure(self, name: str, prepared: Conversion, *, text: bool) -> Row:
+        """Writes a variant and measures it as it would be served; text: on running text too."""
         path = self._workplace / name
         convert.run(prepared, path, threads=self._threads, progress=lambda done, total: None)
         candidate = Forward(path, self._threads)
-        score = compare(self._samples, self._logits, map(candidate.logits, self._samples))
+        running = self._text.score(candidate) if text else None
+        row = Row(name, (path / DATA_NAME).stat().st_size, self._lessons.score(candidate), running)
         candidate.close()
-        row = Row(name, (path / DATA_NAME).stat().st_size, score)
-        self.rows.append(row)
         typer.echo(line(row))
         return row
 
@@ -143,106 +156,116 @@ def random_selection(scores: Mapping[str, npt.NDArray[np.floating]], kept: int, 
 
 def line(row: Row) -> str:
     """One line of the table."""
-    score = row.score
-    exact = sum(skill.exact for skill in score.skills.values()) / sum(s.samples for s in score.skills.values())
+    lessons = row.lessons
+    text = f"{row.text.kl:9.6f} | {math.exp(row.text.loss):8.4f}" if row.text else f"{'':9} | {'':8}"
     return (
-        f"| {row.name:22} | {row.stored / 1e6:7.2f} | {score.kl:9.6f} | {row.perplexity:8.5f} | {score.loss:8.5f} "
-        f"| {score.agreement:7.2%} | {exact:6.1%} |"
+        f"| {row.name:20} | {row.stored / 1e6:6.2f} | {text} | {lessons.kl:9.6f} | {lessons.loss:8.5f} "
+        f"| {lessons.agreement:7.2%} | {row.exact:6.1%} |"
     )
 
 
 def skills_table(rows: Iterable[Row]) -> str:
     """Exact answers of each skill, one column per variant."""
     rows = list(rows)
-    names = sorted(rows[0].score.skills)
+    names = sorted(rows[0].lessons.skills)
     lines = ["| skill | samples | original | " + " | ".join(row.name for row in rows) + " |"]
     lines.append("| --- |" + " ---: |" * (len(rows) + 2))
     for name in names:
-        skill = rows[0].score.skills[name]
-        cells = [f"{row.score.skills[name].exact / skill.samples:.2f}" for row in rows]
+        skill = rows[0].lessons.skills[name]
+        cells = [f"{row.lessons.skills[name].exact / skill.samples:.2f}" for row in rows]
         original = f"{skill.reference_exact / skill.samples:.2f}"
         lines.append(f"| {name} | {skill.samples} | {original} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def quantized(bench: Bench, calibration: Calibration) -> tuple[Row, Row]:
-    """All ways to quantise; returns the plain scheme and the calibrated default."""
-    source = bench.source
-    plain = bench.measure("absmax Q4_0", with_sources(convert.prepare(source, Options()), AbsmaxSource))
-    bench.measure("Q4_0 of llama.cpp", with_sources(convert.prepare(source, Options()), GgmlSource))
-    bench.measure("size, not calibrated", convert.prepare(source, Options()))
+def quantized(bench: Bench, calibration: Calibration) -> dict[str, Row]:
+    """All ways to quantise, by name."""
+
+    def measure(name: str, prepared: Conversion) -> Row:
+        return bench.measure(name, prepared, text=True)
+
+    source, plain = bench.source, convert.prepare(bench.source, Options())
     rows = {
-        recipe: bench.measure(recipe, convert.prepare(source, Options(recipe=recipe, calibration=calibration)))
-        for recipe in ("size", "balanced", "quality")
+        "absmax": measure("absmax Q4_0", with_sources(plain, AbsmaxSource)),
+        "ggml": measure("Q4_0 of llama.cpp", with_sources(plain, GgmlSource)),
+        "uncalibrated": measure("size, uncalibrated", plain),
     }
-    return plain, rows["size"]
+    for recipe in ("size", "balanced", "quality"):
+        rows[recipe] = measure(recipe, convert.prepare(source, Options(recipe=recipe, calibration=calibration)))
+    return rows
 
 
-def pruned(bench: Bench, calibration: Calibration) -> dict[str, float]:
-    """All ways to prune the calibrated default; answer losses by name."""
+def pruned(bench: Bench, calibration: Calibration, size: Row) -> dict[str, float]:
+    """All ways to prune the calibrated default, which is `size`; answer losses by name."""
     scores, frequency = calibration.scores("saliency"), calibration.scores("tokens")
     experts = len(next(iter(scores.values())))
-    base = bench.path("size")
+    base, half = bench.path(size.name), experts // 2
 
     def measure(name: str, selection: Selection) -> Row:
-        return bench.measure(name, convert.prepare(base, Options(selection=selection)))
+        return bench.measure(name, convert.prepare(base, Options(selection=selection)), text=False)
 
-    half = experts // 2
-    reap = [
-        measure("REAP 25 %", select(scores, experts - experts // 4)),
-        measure("REAP 50 %", select(scores, half)),
-    ]
+    quarter = measure("REAP 25 %", select(scores, experts - experts // 4))
+    reap = measure("REAP 50 %", select(scores, half))
     by_frequency = measure("frequency 50 %", select(frequency, half))
     draws = [measure(f"random 50 %, {i}", random_selection(scores, half, i)) for i in range(RANDOM_DRAWS)]
-    median = statistics.median_low([row.score.loss for row in draws])
-    middle = next(row for row in draws if row.score.loss == median)
-    size = next(row for row in bench.rows if row.name == "size")
-    typer.echo("\n" + skills_table([size, *reap, by_frequency, middle]) + "\n")
+    middle = sorted(draws, key=lambda row: row.lessons.loss)[RANDOM_DRAWS // 2]
+    typer.echo("\n" + skills_table([size, quarter, reap, by_frequency, middle]) + "\n")
     return {
-        "reap25_loss": reap[0].score.loss,
-        "reap50_loss": reap[1].score.loss,
-        "frequency50_loss": by_frequency.score.loss,
-        "random50_loss_median": statistics.median(row.score.loss for row in draws),
-        "random50_beaten": sum(row.score.loss > reap[1].score.loss for row in draws),
+        "size_loss": size.lessons.loss,
+        "reap25_loss": quarter.lessons.loss,
+        "reap50_loss": reap.lessons.loss,
+        "frequency50_loss": by_frequency.lessons.loss,
+        "random50_loss_median": statistics.median(row.lessons.loss for row in draws),
+        "random50_worse_than_reap50": sum(row.lessons.loss > reap.lessons.loss for row in draws),
+    }
+
+
+def figures(rows: Mapping[str, Row]) -> dict[str, float]:
+    """How the calibrated default compares with plain absmax on running text."""
+    size, plain = rows["size"].text, rows["absmax"].text
+    assert size is not None
+    assert plain is not None
+    original = math.exp(size.reference_loss)
+    increase, plain_increase = math.exp(size.loss) - original, math.exp(plain.loss) - original
+    return {
+        "text_tokens": size.tokens,
+        "kl_absmax": plain.kl,
+        "kl_size": size.kl,
+        "kl_ratio_vs_absmax": size.kl / plain.kl,
+        "answer_kl_ratio_vs_absmax": rows["size"].lessons.kl / rows["absmax"].lessons.kl,
+        "ppl_original": original,
+        "ppl_increase_absmax": plain_increase,
+        "ppl_increase_size": increase,
+        "ppl_increase_ratio": increase / plain_increase if plain_increase > 0 else math.nan,
     }
 
 
 def quality(
     source: Annotated[Path, typer.Argument(help="The original: a small published checkpoint.")],
-    calibration_samples: Annotated[int, typer.Option(min=1)] = 1000,
-    samples: Annotated[int, typer.Option(min=1)] = 600,
+    text: Annotated[Path, typer.Option(help="Held-out running text (JSONL).")],
+    calibration_text: Annotated[Path, typer.Option(help="Running text to calibrate on beside lessons (JSONL).")],
+    calibration_samples: Annotated[int, typer.Option(min=1, help="Lessons to calibrate on.")] = 300,
+    samples: Annotated[int, typer.Option(min=1, help="Held-out lessons.")] = 200,
     longest: Annotated[int, typer.Option(min=64, max=LONGEST, help="Leave out lessons of more tokens.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
-    """Calibrate, convert, prune and measure; print a table and one JSON line."""
+    """Calibrate, convert, prune and measure; print tables and one JSON line."""
     with tempfile.TemporaryDirectory(prefix="fermion-quality-") as name:
         workplace = Path(name)
         reader = CorpusReader(source, longest)
         training = take(reader, None, calibration_samples, held_out=False, seed=1)
-        held_out = take(reader, None, samples, held_out=True, seed=2)
+        training += reader.file(calibration_text)
         model = Forward(source, threads)
         progress = ProgressLine("calibrating", None)
         calibrate(model, training, workplace / "calibration", second_order=True, progress=progress)
         model.close()
         calibration = Calibration(workplace / "calibration")
-        bench = Bench(source, held_out, workplace, threads)
-        typer.echo(
-            "| variant | MB | KL | perplexity | answer loss | top-1 | exact |\n|---|---:|---:|---:|---:|---:|---:|"
-        )
-        plain, size = quantized(bench, calibration)
-        losses = pruned(bench, calibration)
-        reference = math.exp(size.score.reference_loss)
-        figures = {
-            "labels": size.score.tokens,
-            "calibration_tokens": sum(len(sample.token_ids) for sample in training),
-            "kl_absmax": plain.score.kl,
-            "kl_size": size.score.kl,
-            "kl_ratio_vs_absmax": size.score.kl / plain.score.kl,
-            "perplexity": reference,
-            "ppl_increase_ratio": (size.perplexity - reference) / (plain.perplexity - reference),
-            **losses,
-        }
-        typer.echo(json.dumps(figures))
+        lessons = take(reader, None, samples, held_out=True, seed=2)
+        bench = Bench(source, lessons, list(reader.file(text)), workplace, threads)
+        typer.echo(HEADER)
+        rows = quantized(bench, calibration)
+        losses = pruned(bench, calibration, rows["size"])
+        typer.echo(json.dumps(figures(rows) | losses))
 
 
 if __name__ == "__main__":
