@@ -51,24 +51,12 @@ setup: $(VENV)/.native ## environment with locked versions and native build: all
 setup-dev: $(VENV)/.dev setup ## setup, and what tests, lint and types need
 
 check-machine:
-	@[[ -n "$(PYTHON)" ]] || { echo 'error: no Python 3.11 or newer found.' \
-		'Install one (Debian 12, Ubuntu 24.04 or newer: apt-get install python3 python3-venv python3-dev)' \
-		'or name it: make PYTHON=/path/to/python3.12' >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo 'error: $(PYTHON) is not Python 3.11 or newer' >&2; exit 1; }
-	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo 'error: $(PYTHON) cannot make environments.' \
-		'Try: apt-get install python3-venv' >&2; exit 1; }
-	@command -v $(firstword $(CC)) >/dev/null || { echo 'error: no C compiler ($(CC)) found.' \
-		'Try: apt-get install gcc libc6-dev, or name one: make CC=clang' >&2; exit 1; }
-	@echo '#include <stdio.h>' | $(CC) -E - >/dev/null 2>&1 || { echo 'error: the C library headers are missing.' \
-		'Try: apt-get install libc6-dev' >&2; exit 1; }
-	@[[ -f "$$("$(PYTHON)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]] || { \
-		echo 'error: the headers of $(PYTHON) (Python.h) are missing. Try: apt-get install python3-dev' >&2; exit 1; }
+	@requirements/check-machine.sh '$(PYTHON)' $(firstword $(CC))
 
 # Each stamp is written last, so an interrupted step is repeated and a finished one is not.
 $(VENV)/.base: requirements/base.txt
 	@$(MAKE) --no-print-directory check-machine
-	@echo 'setup: environment $(VENV) ($(shell $(PYTHON) --version 2>&1)) and packages'
+	@echo "setup: environment $(VENV) ($$("$(PYTHON)" --version)) and packages"
 	@[[ -x $(BIN)/python ]] && $(BIN)/python -c '' 2>/dev/null || { rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); }
 	@$(PIP) --require-hashes --only-binary :all: -r requirements/base.txt
 	@echo '$(CURDIR)' >$(VENV)/.place
@@ -125,7 +113,7 @@ test-fast: setup-dev ## the suite without slow tests, best tier only
 lint: setup-dev ## ruff (rules and format), shellcheck, hadolint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/shellcheck .ci/run docker/*.sh
+	@$(BIN)/shellcheck .ci/run docker/*.sh requirements/*.sh
 	@$(BIN)/hadolint docker/*.Dockerfile
 
 typecheck: setup-dev ## mypy, strict, on server, engine and prefix_cache
