@@ -10,13 +10,17 @@
 
 #define MAX_EXPERTS 512
 #define MAX_CHOSEN 16
+#define LEAST -3.4e38f
 
 extern "C" __global__ void __launch_bounds__(128)
 router_topk(const float *logits, int ld, int count, int k, int *experts, float *weights) {
     __shared__ float logit[MAX_EXPERTS];
     __shared__ float chosen[MAX_CHOSEN];
     logits += (long long)blockIdx.x * ld;
-    for (int e = threadIdx.x; e < count; e += 128) logit[e] = logits[e];
+    for (int e = threadIdx.x; e < count; e += 128) {
+        const float value = logits[e]; /* not a number comes last: every rank must be taken exactly once */
+        logit[e] = value == value ? value : LEAST;
+    }
     __syncthreads();
     for (int e = threadIdx.x; e < count; e += 128) {
         const float own = logit[e];

@@ -42,9 +42,6 @@ class Card(Protocol):
     def allocate(self, nbytes: int) -> int:
         """Address of new memory, a multiple of 256. OutOfMemory."""
 
-    def release(self, address: int) -> None:
-        """Give memory back."""
-
     def write(self, address: int, array: Array) -> None:
         """Copy a C-contiguous array in; it may be changed on return."""
 
@@ -72,6 +69,9 @@ class Card(Protocol):
 
     def synchronize(self) -> None:
         """Return when nothing is running or copied any more."""
+
+    def close(self) -> None:
+        """Give back all memory, after an error too. Idempotent."""
 
 
 class CudaCard:
@@ -108,7 +108,7 @@ class CudaCard:
         return self._name
 
     def close(self) -> None:
-        """Release the context with all memory in it. Idempotent."""
+        """Release the context with all memory in it; it may be broken. Idempotent."""
         if self._context:
             for address in self._registered:
                 self._lib.cuMemHostUnregister(ctypes.c_void_p(address))
@@ -129,10 +129,6 @@ class CudaCard:
             raise OutOfMemory(f"the card has no {nbytes} bytes in one piece; {self.free_bytes()} are free")
         self._check("cuMemAlloc_v2", status)
         return address.value
-
-    def release(self, address: int) -> None:
-        """Free memory once nothing uses it any more."""
-        self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def write(self, address: int, array: Array) -> None:
         """Copy in, ordered with launches."""

@@ -15,14 +15,15 @@ import ctypes
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from engine.config import LayerType, ModelConfig
 from engine.core import Float32Array, Int32Array
 from engine.cpu import CpuEngine, inverse_frequency
-from engine.cuda_driver import Argument, Array, Card
-from engine.errors import ConfigError, OutOfMemory
+from engine.cuda_driver import Argument, Array, Card, CudaCard
+from engine.errors import ConfigError, KernelError, OutOfMemory
 from engine.state import CONV_WINDOW, PAGE_TOKENS, SequenceState, page_bytes
 from engine.weights import AttentionWeights, DeltaNetWeights, LayerWeights, Matrix, MoeWeights, Weights
 
@@ -35,6 +36,8 @@ CHUNK = 32  # tokens of a delta-rule chunk
 CHUNKS_AT_ONCE = 32  # what the intermediate results of the delta rule are kept for
 PASS_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
 SPARE_SHARE = 0.03  # of the card's free memory: left to the driver
+KV_SHARE = 0.25  # of what may be used, at most: longer contexts run on the CPU
+PTX = Path(__file__).parent / "ptx"
 _ALIGN = 256
 
 
@@ -169,7 +172,7 @@ class GpuPrefill:
         memory_limit: int | None = None,
     ) -> None:
         """Plan, allocate and upload. cpu_pass_tokens: most tokens that `cpu` embeds at once. memory_limit: bytes of
-        the card to use at most.
+        the card to use at most. `close` closes the card; if this raises, the caller does.
 
         Raises ConfigError for a model that the kernels do not cover, OutOfMemory if the card is too small."""
         self.config = weights.config
@@ -178,17 +181,13 @@ class GpuPrefill:
         self._kv_f32 = cpu.kv_f32
         self.plan = make_plan(weights, self._kv_f32, card.free_bytes(), context_length, memory_limit)
         self._scratch = scratch_layout(self.config, self.plan.pass_tokens, self.plan.kv_tokens)
-        plan, self._owned = self.plan, list[int]()
-        try:
-            self._base = self._own(self._scratch.nbytes)
-            self._kv = self._own(plan.kv_bytes)
-            self._slots = [self._own(plan.slot_bytes // 2) for _ in range(2)] if plan.slot_bytes else []
-            self._next_weight = self._own(plan.dense_bytes + plan.expert_bytes)
-            self._pinned = True
-            self._layers = [self._store(layer, i) for i, layer in enumerate(weights.layers)]
-        except OutOfMemory:
-            self.close()
-            raise
+        plan = self.plan
+        self._base = card.allocate(self._scratch.nbytes)
+        self._kv = card.allocate(plan.kv_bytes)
+        self._slots = [card.allocate(plan.slot_bytes // 2) for _ in range(2)] if plan.slot_bytes else []
+        self._next_weight = card.allocate(plan.dense_bytes + plan.expert_bytes)
+        self._pinned = True
+        self._layers = [self._store(layer, i) for i, layer in enumerate(weights.layers)]
         logger.info("prefill on %s: %s", card.name, self.plan)
         if not self._pinned:
             logger.warning(
@@ -196,11 +195,13 @@ class GpuPrefill:
                 "computed meanwhile. Raise the limit on locked memory (ulimit -l) to the size of the checkpoint."
             )
 
+    def accepts(self, tokens: int, positions: Int32Array) -> bool:
+        """Whether the plan has room for a sequence of `tokens` tokens and a segment at these rotary positions."""
+        return tokens <= self.plan.kv_tokens and int(positions.max()) - int(positions.min()) < self.plan.kv_tokens
+
     def close(self) -> None:
-        """Free the card's memory. Idempotent."""
-        self._card.synchronize()
-        while self._owned:
-            self._card.release(self._owned.pop())
+        """Close the card with all memory on it. Idempotent."""
+        self._card.close()
 
     def prefill_steps(
         self,
@@ -216,7 +217,7 @@ class GpuPrefill:
         ids = np.ascontiguousarray(token_ids, np.int32)
         where = np.ascontiguousarray(positions, np.int32)
         end = state.position + len(ids)
-        if end > self.plan.kv_tokens or int(where.max()) - int(where.min()) >= self.plan.kv_tokens:
+        if not self.accepts(end, where):
             raise OutOfMemory(f"the card has room for the keys and values of {self.plan.kv_tokens} tokens, not {end}")
         self._card.synchronize()
         state.reserve(end)
@@ -306,11 +307,6 @@ class GpuPrefill:
         """The next piece of the memory for weights that stay."""
         address = self._next_weight
         self._next_weight += _aligned(nbytes)
-        return address
-
-    def _own(self, nbytes: int) -> int:
-        address = self._card.allocate(nbytes)
-        self._owned.append(address)
         return address
 
     # ---- the layers ------------------------------------------------------------------------------------------
@@ -506,6 +502,38 @@ class GpuPrefill:
         return self._base + self._scratch.offsets[name]
 
 
+def open_gpu(
+    weights: Weights,
+    cpu: CpuEngine,
+    *,
+    insist: bool,
+    cpu_pass_tokens: int,
+    context_length: int,
+    memory_limit: int | None = None,
+) -> GpuPrefill | None:
+    """Prefill on the first card; see `GpuPrefill`. Where it cannot be: ConfigError if the caller insists, else None
+    and a line in the log."""
+    try:
+        card = CudaCard(PTX)
+        try:
+            return GpuPrefill(
+                weights,
+                cpu,
+                card,
+                cpu_pass_tokens=cpu_pass_tokens,
+                context_length=context_length,
+                memory_limit=memory_limit,
+            )
+        except BaseException:
+            card.close()
+            raise
+    except (ConfigError, KernelError, OutOfMemory) as error:
+        if insist:
+            raise ConfigError(f"device is 'gpu', but prompts cannot run there: {error}") from error
+        logger.warning("prompts run on the CPU: %s", error)
+        return None
+
+
 def check_model(weights: Weights) -> None:
     """ConfigError if the kernels do not cover the model's sizes or its matrices are not packed."""
     c = weights.config
@@ -570,8 +598,8 @@ def make_plan(weights: Weights, kv_f32: bool, free_bytes: int, context_length: i
         _aligned(_aligned(layer.moe.experts_gate_up.data.nbytes) + layer.moe.experts_down.data.nbytes)
         for layer in weights.layers
     ]
-    kv_tokens = -(-context_length // PAGE_TOKENS) * PAGE_TOKENS
-    kv = kv_tokens // PAGE_TOKENS * page_bytes(c, kv_f32)
+    pages = min(-(-context_length // PAGE_TOKENS), int(usable * KV_SHARE) // page_bytes(c, kv_f32))
+    kv_tokens, kv = pages * PAGE_TOKENS, pages * page_bytes(c, kv_f32)
     for tokens in PASS_TOKENS:
         scratch = scratch_layout(c, tokens, kv_tokens).nbytes
         left = usable - dense - kv - scratch

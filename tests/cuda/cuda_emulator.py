@@ -45,10 +45,21 @@ def build(target: Path, sanitize: bool) -> Path:
         lines = [f'#include "{source}"', *(f"EMU_KERNEL({name})" for name in kernel_names(source))]
         unit.write_text("\n".join(lines) + "\n")
         units.append(unit)
-    flags = ["-std=c++17", "-DFERMION_EMU", "-fPIC", "-shared", "-mavx2", "-mfma", "-mf16c", "-ffp-contract=off", "-w"]
+    flags = [
+        "-std=c++17",
+        "-DFERMION_EMU",
+        "-fPIC",
+        "-shared",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-ffp-contract=off",
+        "-w",
+        "-ldl",
+    ]
     flags += ["-O1", *SANITIZERS] if sanitize else ["-O2"]
     includes = [f"-I{EMULATION}", f"-I{CUDA_SOURCES}"]
-    objects = [str(unit) for unit in units]
+    objects = [str(unit) for unit in units] + [str(EMULATION / "fake_driver.cpp")]
     subprocess.run(
         ["g++", *flags, *includes, *objects, str(EMULATION / "cuda_emu.cpp"), "-o", str(library)],
         check=True,

@@ -50,6 +50,17 @@ def test_grouped_tiles_of_both_heights_equal_the_dense_product(device: Emulator,
     assert np.array_equal(device.download(y), dense(device, x, packed, 144))
 
 
+def test_router_gives_every_token_distinct_experts_even_for_broken_logits(device: Emulator) -> None:
+    logits = normal(np.random.default_rng(RNG_SEED), 4, 9)
+    logits[1, 3:] = np.nan
+    logits[2] = np.nan
+    logits[3, ::2] = -np.inf
+    chosen = device.upload(np.full((4, 5), -1, np.int32))
+    weights = device.upload(np.zeros((4, 5), np.float32))
+    device.launch("router_topk", (4, 1), 128, device.upload(logits), i32(9), i32(9), i32(5), chosen, weights)
+    assert all(len(set(row)) == 5 and set(row) <= set(range(9)) for row in device.download(chosen).tolist())
+
+
 def attend(device: Emulator, q: Array, pages: list[Array], position: int) -> Array:
     tokens, heads, d = q.shape
     buffers = [device.upload(page) for page in pages]

@@ -1,7 +1,9 @@
-"""Whole-model prefill through the CUDA kernels, run on the CPU, against the CPU engine's float32 path."""
+"""Whole-model prefill through the CUDA kernels and the driver's calls, both run on the CPU, against the CPU engine's
+float32 path."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,17 +11,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulated_card import EmulatedCard
 from tiny_models import load_model, vector_checkpoint, write_safetensors, write_tokenizer
 
-from engine import formats
-from engine.config import QUANTIZATION, ModelConfig
+from engine import cuda_driver, formats
+from engine.config import QUANTIZATION, LayerType, ModelConfig, parse_config
+from engine.convert.synthetic import Shape, published_config
 from engine.core import Float32Array, Int32Array
-from engine.errors import ConfigError, OutOfMemory
-from engine.gpu import GpuPrefill, make_plan
+from engine.cuda_driver import CudaCard
+from engine.errors import ConfigError, KernelError, OutOfMemory
+from engine.gpu import PTX, GpuPrefill, make_plan, open_gpu
 from engine.model import Model, text_positions
 from engine.state import SequenceState
-from engine.weights import Weights, load_weights
+from engine.weights import (
+    AttentionWeights,
+    DeltaNetWeights,
+    LayerWeights,
+    Matrix,
+    ModelFile,
+    MoeWeights,
+    Weights,
+    load_weights,
+)
 
 TOLERANCE = 1e-4  # of the logits' scale
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -102,8 +114,26 @@ def model(checkpoint: Path) -> Iterator[Model]:
     loaded.close()
 
 
-def on_card(weights: Weights, model: Model, card: EmulatedCard, memory: int | None = None) -> GpuPrefill:
+@pytest.fixture
+def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """The driver in small; `fake_fail` makes one of its calls fail."""
+    monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture
+def card(driver: ctypes.CDLL) -> Iterator[CudaCard]:
+    opened = CudaCard(PTX)
+    yield opened
+    opened.close()
+
+
+def on_card(weights: Weights, model: Model, card: CudaCard, memory: int | None = None) -> GpuPrefill:
     return GpuPrefill(weights, model.cpu, card, cpu_pass_tokens=64, context_length=CONTEXT, memory_limit=memory)
+
+
+def open_on_card(weights: Weights, model: Model, *, insist: bool = False) -> GpuPrefill | None:
+    return open_gpu(weights, model.cpu, insist=insist, cpu_pass_tokens=64, context_length=CONTEXT)
 
 
 def run(gpu: GpuPrefill, state: SequenceState, ids: Int32Array, **more: Any) -> Float32Array:
@@ -132,8 +162,8 @@ def contents(state: SequenceState) -> bytes:
 
 
 @pytest.mark.parametrize("length", [1, 31, 64, 100, 333])
-def test_prefill_equals_the_cpu_engine(weights: Weights, model: Model, library: Path, length: int) -> None:
-    gpu = on_card(weights, model, EmulatedCard(library))
+def test_prefill_equals_the_cpu_engine(weights: Weights, model: Model, card: CudaCard, length: int) -> None:
+    gpu = on_card(weights, model, card)
     expected_state, state = model.new_state(), model.new_state()
     expected = model.prefill(expected_state, IDS[:length])
     got = run(gpu, state, IDS[:length])
@@ -143,8 +173,8 @@ def test_prefill_equals_the_cpu_engine(weights: Weights, model: Model, library: 
     assert state.position == length
 
 
-def test_greedy_continuation_on_the_cpu_is_the_same(weights: Weights, model: Model, library: Path) -> None:
-    gpu = on_card(weights, model, EmulatedCard(library))
+def test_greedy_continuation_on_the_cpu_is_the_same(weights: Weights, model: Model, card: CudaCard) -> None:
+    gpu = on_card(weights, model, card)
     continuations = []
     for on_gpu in (False, True):
         state = model.new_state()
@@ -158,8 +188,8 @@ def test_greedy_continuation_on_the_cpu_is_the_same(weights: Weights, model: Mod
 
 
 @pytest.mark.parametrize("cut", [64, 128, 320])
-def test_resumed_prefill_is_bit_equal(weights: Weights, model: Model, library: Path, cut: int) -> None:
-    gpu = on_card(weights, model, EmulatedCard(library))
+def test_resumed_prefill_is_bit_equal(weights: Weights, model: Model, card: CudaCard, cut: int) -> None:
+    gpu = on_card(weights, model, card)
     whole, split = model.new_state(), model.new_state()
     expected = run(gpu, whole, IDS)
     run(gpu, split, IDS[:cut])
@@ -168,31 +198,29 @@ def test_resumed_prefill_is_bit_equal(weights: Weights, model: Model, library: P
 
 
 def test_what_stays_on_the_card_and_how_passes_are_cut_changes_no_bit(
-    weights: Weights, model: Model, library: Path
+    weights: Weights, model: Model, driver: ctypes.CDLL
 ) -> None:
-    results = []
-    roomy = make_plan(weights, True, 1 << 30, CONTEXT, None)
+    """Everything resident and one pass, against experts that travel and several passes."""
     streaming = None
-    for memory in (None, *range(4_000_000, 1_000_000, -100_000)):
+    for memory in range(6_000_000, 1_000_000, -100_000):
         try:
             plan = make_plan(weights, True, 1 << 30, CONTEXT, memory)
         except OutOfMemory:
             break
-        if not plan.resident and plan.pass_tokens < len(IDS):
+        if not plan.resident and plan.pass_tokens < len(IDS) <= plan.kv_tokens:
             streaming = memory
-    assert len(roomy.resident) == 4
     assert streaming is not None
-    for memory in (None, streaming):
-        card = EmulatedCard(library)
-        gpu, state = on_card(weights, model, card, memory), model.new_state()
-        logits = run(gpu, state, IDS)
-        results.append((logits.tobytes(), contents(state)))
-        assert ("copy" in card.log) == (memory is not None)
+    results = []
+    for limit in (None, streaming):
+        gpu, state = on_card(weights, model, CudaCard(PTX), limit), model.new_state()
+        assert bool(gpu.plan.resident) == (limit is None)
+        results.append((run(gpu, state, IDS).tobytes(), contents(state)))
+        gpu.close()
     assert results[0] == results[1]
 
 
-def test_pictures_replace_embeddings_and_set_positions(weights: Weights, model: Model, library: Path) -> None:
-    gpu = on_card(weights, model, EmulatedCard(library))
+def test_pictures_replace_embeddings_and_set_positions(weights: Weights, model: Model, card: CudaCard) -> None:
+    gpu = on_card(weights, model, card)
     rows = np.random.default_rng(2).standard_normal((70, 128)).astype(np.float32)
     positions = text_positions(0, 120)
     positions[20:90, 1] += np.arange(70) // 10
@@ -202,50 +230,130 @@ def test_pictures_replace_embeddings_and_set_positions(weights: Weights, model: 
     assert deviation(got, expected) < TOLERANCE
 
 
-def test_a_prefill_left_early_leaves_the_card_ready_and_its_memory_as_it_was(
-    weights: Weights, model: Model, library: Path
+def test_prefills_left_early_leave_the_card_ready_and_its_memory_as_it_was(
+    weights: Weights, model: Model, card: CudaCard, driver: ctypes.CDLL
 ) -> None:
-    card = EmulatedCard(library)
     gpu = on_card(weights, model, card)
-    held = dict(card.allocated)
     expected = run(gpu, model.new_state(), IDS[:100])
-    for layers in (1, 2, 3):
-        steps = gpu.prefill_steps(model.new_state(), IDS, text_positions(0, len(IDS)))
+    card.synchronize()
+    live = driver.fake_live()
+    for layers in np.random.default_rng(4).integers(1, 5, 20):
+        steps = gpu.prefill_steps(model.new_state(), IDS[:130], text_positions(0, 130))
         for _ in range(layers):
             next(steps)
         steps.close()
     assert np.array_equal(run(gpu, model.new_state(), IDS[:100]), expected)
-    assert card.allocated == held
+    card.synchronize()
+    assert driver.fake_live() == live
     gpu.close()
-    assert not card.allocated
+    assert driver.fake_live() == 0
 
 
-def test_progress_counts_up_to_the_whole_segment(weights: Weights, model: Model, library: Path) -> None:
-    gpu = on_card(weights, model, EmulatedCard(library))
+def test_progress_counts_up_to_the_whole_segment(weights: Weights, model: Model, card: CudaCard) -> None:
+    gpu = on_card(weights, model, card)
     told = list(gpu.prefill_steps(model.new_state(), IDS, text_positions(0, len(IDS))))
     assert told == sorted(told)
     assert told[-1] == len(IDS)
 
 
-def test_a_context_beyond_the_plan_is_refused_before_any_work(weights: Weights, model: Model, library: Path) -> None:
-    card = EmulatedCard(library)
-    gpu, state = on_card(weights, model, card), model.new_state()
-    launched = len(card.log)
+def test_a_context_beyond_the_plan_is_refused_before_any_work(
+    weights: Weights, model: Model, card: CudaCard, driver: ctypes.CDLL
+) -> None:
+    gpu, state, launched = on_card(weights, model, card), model.new_state(), driver.fake_launches()
     with pytest.raises(OutOfMemory, match=r"512 tokens, not 600"):
         run(gpu, state, np.zeros(600, np.int32))
     assert state.position == 0
-    assert len(card.log) == launched
+    assert driver.fake_launches() == launched
 
 
-def test_a_card_that_is_too_small_is_an_error_with_both_sizes(weights: Weights, model: Model, library: Path) -> None:
+def test_a_card_that_is_too_small_is_an_error_with_both_sizes(weights: Weights, model: Model, card: CudaCard) -> None:
     with pytest.raises(OutOfMemory, match=r"needs \d+ bytes .* 100000 may be used"):
-        on_card(weights, model, EmulatedCard(library), 100_000)
+        on_card(weights, model, card, 100_000)
 
 
-def test_a_model_that_the_kernels_do_not_cover_is_refused(tmp_path: Path, library: Path) -> None:
+def test_memory_that_another_program_took_meanwhile_is_given_back_and_told(
+    weights: Weights, model: Model, driver: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.fake_fail(b"cuMemAlloc_v2", 2)
+    assert open_on_card(weights, model) is None
+    assert "prompts run on the CPU: the card has no" in caplog.text
+    assert driver.fake_live() == 0
+
+
+def test_a_failing_launch_names_the_call(weights: Weights, model: Model, card: CudaCard, driver: ctypes.CDLL) -> None:
+    gpu = on_card(weights, model, card)
+    driver.fake_fail(b"cuLaunchKernel", 700)
+    with pytest.raises(KernelError, match=r"cuLaunchKernel failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        run(gpu, model.new_state(), IDS[:70])
+
+
+def test_refused_ptx_is_an_error_with_the_compilers_words(driver: ctypes.CDLL) -> None:
+    driver.fake_fail(b"cuModuleLoadDataEx", 218)
+    with pytest.raises(KernelError, match=r"attention_causal\.ptx failed: .*line 1: refused"):
+        CudaCard(PTX)
+
+
+def test_a_model_that_the_kernels_do_not_cover_is_refused(tmp_path: Path, card: CudaCard) -> None:
     checkpoint = vector_checkpoint(tmp_path / "a", "a")
     model = load_model(checkpoint, compute="f32")
     weights = load_weights(checkpoint, ModelConfig.load(checkpoint))
     with pytest.raises(ConfigError, match=r"prefill on the GPU: .* expected"):
-        on_card(weights, model, EmulatedCard(library))
+        on_card(weights, model, card)
     model.close()
+
+
+def test_without_a_driver_auto_is_the_cpu_with_a_line_in_the_log_and_gpu_an_error(
+    weights: Weights, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_driver, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+    assert open_on_card(weights, model) is None
+    assert "prompts run on the CPU: no NVIDIA driver" in caplog.text
+    with pytest.raises(ConfigError, match=r"device is 'gpu', but .* no NVIDIA driver"):
+        open_on_card(weights, model, insist=True)
+
+
+def real_weights() -> Weights:
+    """The 35B model pruned to 128 experts, all zeros: arrays that own no memory."""
+    config = parse_config(Path("config.json"), published_config(Shape()))
+
+    def matrix(rows: int, cols: int, count: int = 1, *, packed: bool = True) -> Matrix:
+        shape = (count, rows // 16, cols // 64, 576) if packed else (count, rows, cols)
+        return Matrix(rows, cols, count, np.broadcast_to((np.uint8 if packed else np.float32)(0), shape))
+
+    def vector(size: int) -> Float32Array:
+        return np.broadcast_to(np.float32(0), (size,))
+
+    def layer(kind: LayerType) -> LayerWeights:
+        mixer: AttentionWeights | DeltaNetWeights
+        if kind is LayerType.FULL_ATTENTION:
+            q, k, v, o = (matrix(rows, cols) for rows, cols in ((8192, 2048), (512, 2048), (512, 2048), (2048, 4096)))
+            mixer = AttentionWeights(q, k, v, o, vector(256), vector(256))
+        else:
+            small = matrix(32, 2048, packed=False)
+            taps = np.broadcast_to(np.float32(0), (4, 8192))
+            mixer = DeltaNetWeights(
+                matrix(8192, 2048), matrix(4096, 2048), small, small, matrix(2048, 4096), taps, vector(32), vector(32),
+                vector(128),
+            )  # fmt: skip
+        moe = MoeWeights(
+            matrix(128, 2048, packed=False), matrix(1, 2048, packed=False), matrix(1024, 2048, 128),
+            matrix(2048, 512, 128), matrix(512, 2048), matrix(512, 2048), matrix(2048, 512),
+        )  # fmt: skip
+        return LayerWeights(vector(2048), vector(2048), mixer, moe)
+
+    table = matrix(config.vocab_size, 2048)
+    layers = tuple(layer(kind) for kind in config.layer_types)
+    return Weights(config, table, layers, vector(2048), table, ModelFile.__new__(ModelFile))
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "context", "pass_tokens", "resident"),
+    [(5375, 4096, 4096, 15), (5375, 32768, 4096, 12), (5375, 262144, 4096, 9), (143_000, 32768, 4096, 40)],
+)
+def test_plan_of_the_real_model(free_mib: int, context: int, pass_tokens: int, resident: int) -> None:
+    plan = make_plan(real_weights(), False, free_mib << 20, context, None)
+    assert (plan.pass_tokens, len(plan.resident)) == (pass_tokens, resident)
+    assert 0 in plan.resident
+    parts = (plan.dense_bytes, plan.expert_bytes, plan.slot_bytes, plan.scratch_bytes, plan.kv_bytes)
+    assert sum(parts) <= free_mib << 20
+    assert plan.kv_tokens >= min(context, 60_000)
