@@ -26,7 +26,8 @@ typedef struct {
     const float *gated_norm;                                 /* [value_dim] */
     fm_matrix router;                                        /* [experts][hidden] */
     fm_matrix shared_expert_gate;                            /* [1][hidden] */
-    fm_matrix experts_gate_up, experts_down;                 /* per expert [2 expert_hidden][hidden], [hidden][expert_hidden] */
+    fm_matrix experts_gate_up;                               /* per expert [2 expert_hidden][hidden]: gate, then up */
+    fm_matrix experts_down;                                  /* per expert [hidden][expert_hidden] */
     fm_matrix shared_gate, shared_up, shared_down;
 } fm_layer;
 

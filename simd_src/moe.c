@@ -78,7 +78,8 @@ static void inner_tile(fm_engine *e, const fm_matrix *gate, const fm_matrix *up,
         fm_multiply(e, up, index, up_row + col0, up_row + col1, &e->normed, rows + begin, tokens, u, (size_t)width);
         for (int t = 0; t < tokens; t++) {
             const int row = slot + begin + t;
-            e->ops->swiglu(g + (size_t)t * width, u + (size_t)t * width, width, inner->x + (size_t)row * inner->ld + col0);
+            float *out = inner->x + (size_t)row * inner->ld + col0;
+            e->ops->swiglu(g + (size_t)t * width, u + (size_t)t * width, width, out);
             fm_quantize(e, inner, row, col0, width);
         }
     }
@@ -103,7 +104,7 @@ static void inner_item(void *arg, int item, int worker) {
                worker);
 }
 
-/* sum[token] += weight * (down inner[row]) on rows row0.. of down, for `count` rows of inner that belong to `tokens`. */
+/* sum[token] += weight * (down inner[slot]) on rows row0.. of down, for `count` slots that belong to `tokens`. */
 static void add_down(fm_engine *e, const fm_matrix *down, int index, const fm_input *inner, int slot, int count,
                      const int32_t *tokens, const float *weight, int row0, int row1, float *sum, float *part) {
     const int width = row1 - row0;
@@ -132,7 +133,8 @@ static void down_item(void *arg, int item, int worker) {
         const float logit = e->router[(size_t)t * (s->experts + 1) + s->experts];
         gate[t] = 1.0f / (1.0f + expf(-logit));
     }
-    add_down(e, &job->layer->shared_down, 0, &e->shared_inner, 0, e->tokens, e->every_token, gate, row0, row1, sum, part);
+    add_down(e, &job->layer->shared_down, 0, &e->shared_inner, 0, e->tokens, e->every_token, gate, row0, row1, sum,
+             part);
     for (int t = 0; t < e->tokens; t++)
         e->ops->axpy(1.0f, sum + (size_t)t * width, width, e->hidden + (size_t)t * s->hidden + row0);
 }

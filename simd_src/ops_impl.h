@@ -209,7 +209,8 @@ static void attend(const fm_attend_args *a) {
     gemm_nn(a->rows, width, keys, a->score, FM_PAGE_TOKENS, 1, a->value, width, a->acc, width);
 }
 
-static void attend_merge(float *a_max, float *a_sum, float *a_acc, float b_max, float b_sum, const float *b_acc, int n) {
+static void attend_merge(float *a_max, float *a_sum, float *a_acc, float b_max, float b_sum, const float *b_acc,
+                         int n) {
     const float new_max = b_max > *a_max ? b_max : *a_max;
     const float a_fade = exp_one(*a_max - new_max), b_fade = exp_one(b_max - new_max);
     *a_max = new_max;

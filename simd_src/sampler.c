@@ -132,8 +132,10 @@ static int pick_from_few(fm_candidate *list, int count, float temperature, float
 
 int fm_sample(fm_engine *e, const float *logits, int n, float temperature, int top_k, float top_p, float min_p,
               double uniform) {
-    if (top_k > 0 && top_k < n)
-        return pick_from_few(e->candidates, select_top(logits, n, top_k, e->candidates), temperature, top_p, min_p, uniform);
+    if (top_k > 0 && top_k < n) {
+        const int count = select_top(logits, n, top_k, e->candidates);
+        return pick_from_few(e->candidates, count, temperature, top_p, min_p, uniform);
+    }
     float top = logits[0];
     for (int id = 1; id < n; id++) top = logits[id] > top ? logits[id] : top;
     const double total = weigh(e, logits, n, top, temperature, e->weight);
