@@ -47,10 +47,10 @@ def distribution(logits: Float32Array, temperature: float, top_k: int, top_p: fl
     return dict(zip(order.tolist(), (weights / weights.sum()).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("top_k", [0, 1, 7, 20, 499, 500, 1000])
-@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.3, 0.0])
-@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+@pytest.mark.parametrize("top_k", [0, 1, 20, 499, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
 def test_draw_follows_the_filters(cpu: CpuEngine, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = random_logits(top_k)
     logits[3:20] = -np.inf
