@@ -6,6 +6,7 @@ Shared by all generating endpoints; what the bytes look like is the business of 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -36,6 +37,27 @@ class AnswerWriter(Protocol):
     def wire(self) -> dict[str, Any]: ...
 
 
+class _Silence:
+    """Time since the last byte on a connection. Events that put nothing on the wire do not break a silence."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self.restart()
+
+    def restart(self) -> None:
+        """A byte was sent."""
+        self._end = time.monotonic() + self._limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until a byte is due."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+
 @asynccontextmanager
 async def _running(worker: EngineWorker, job: Job, record: AccessRecord, receive: Receive) -> AsyncIterator[None]:
     """Submit `job` (ApiError if there is no room) and withdraw it if the block is left before its end."""
@@ -61,11 +83,15 @@ async def stream(
     """Answer with an event stream. The status line goes out as soon as the job has its place in the queue."""
     async with _running(worker, job, record, receive):
         await send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS]})
+        silence = _Silence(keep_alive_s)
         while True:
-            event = await job.next_event(keep_alive_s)
-            data = sse.KEEP_ALIVE if event is None else writer.write(event)
+            event = await job.next_event(silence.left_s)
+            data = b"" if event is None else writer.write(event)
             is_last = isinstance(event, Finished | Failed)
+            if not data and not is_last and silence.is_over:
+                data = sse.KEEP_ALIVE
             if data or is_last:
+                silence.restart()
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
             if isinstance(event, Progress):
                 record.cached_tokens = event.cached
@@ -87,31 +113,33 @@ async def whole(
     """Answer with one JSON object. While it takes long, line breaks go ahead: JSON allows and proxies need them."""
     async with _running(worker, job, record, receive):
         is_started = False
+        silence = _Silence(keep_alive_s)
         while True:
-            event = await job.next_event(keep_alive_s)
-            if event is None:
-                if not is_started:
-                    is_started = True
-                    headers = [(b"content-type", b"application/json")]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": b"\n", "more_body": True})
-            elif isinstance(event, Failed):
+            event = await job.next_event(silence.left_s)
+            if isinstance(event, Failed):
                 record.outcome = _outcome(job, event)
                 if not is_started:
                     raise to_api_error(event.error)
                 # The status is out. An unterminated body is the only way left to say that this is no answer.
                 return
-            elif isinstance(event, Finished):
+            if isinstance(event, Finished):
                 if is_started:
                     body = sse.dumps(answer.wire()).encode()
                     await send({"type": "http.response.body", "body": body})
                 else:
                     await send_json(send, answer.wire())
                 return
-            else:
+            if event is not None:
                 answer.add(event)
-                if isinstance(event, Progress):
-                    record.cached_tokens = event.cached
+            if isinstance(event, Progress):
+                record.cached_tokens = event.cached
+            if silence.is_over:
+                if not is_started:
+                    is_started = True
+                    headers = [(b"content-type", b"application/json")]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                silence.restart()
+                await send({"type": "http.response.body", "body": b"\n", "more_body": True})
 
 
 def _outcome(job: Job, event: Failed) -> str:

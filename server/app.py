@@ -86,7 +86,7 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             ("POST", "/detokenize", Detokenize(service)),
             ("POST", "/apply-template", ApplyTemplate(service)),
             ("GET", "/metrics", MetricsPage(service)),
-            ("GET", "/openapi.json", OpenApi()),
+            ("GET", "/openapi.json", OpenApi(service.model)),
             ("GET", "/health", Health(service)),
         ]
     )

@@ -30,13 +30,15 @@ _GETS = (
 _REFERENCES = "#/components/schemas/{model}"
 
 
-def describe() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+def describe(model: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a server that serves `model`."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths: dict[str, Any] = {}
     for path, summary, kind in _POSTS:
         schema = kind.model_json_schema(ref_template=_REFERENCES)
         schemas |= schema.pop("$defs", {})
+        if kind.model_fields["model"].is_required():
+            schema["properties"]["model"] = {"type": "string", "enum": [model]}
         schemas[kind.__name__] = schema
         body = {"$ref": _REFERENCES.format(model=kind.__name__)}
         paths[path] = {
@@ -70,7 +72,7 @@ def _get(summary: str, content: str) -> dict[str, Any]:
 
 
 def _path(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 _ERROR = {
@@ -110,8 +112,8 @@ _REFUSALS = {
 class OpenApi:
     """GET /openapi.json."""
 
-    def __init__(self) -> None:
-        self._document = describe()
+    def __init__(self, model: str) -> None:
+        self._document = describe(model)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, self._document)

@@ -349,6 +349,21 @@ def test_slow_answers_are_kept_alive(start_server: Callable[..., LiveServer]) ->
     assert response.json["choices"][0]["message"]["content"] == "Hi"
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_events_without_bytes_do_not_replace_signs_of_life(start_server: Callable[..., LiveServer], phase: str) -> None:
+    live = start_server(keep_alive_s=0.1)
+    live.engine.say("<|vision_start|>" * 25)
+    if phase == "prefill":
+        live.engine.layers, live.engine.layer_s = 25, 0.02
+    else:
+        live.engine.token_s = 0.02
+    lines = list(stream_lines(live, chat_body(**NO_THINKING)))
+    assert lines.count(": keep-alive\n") >= 3
+    response = post(live, chat_body(**NO_THINKING))
+    assert response.body.startswith(b"\n\n\n")
+    assert response.json["choices"][0]["finish_reason"] == "stop"
+
+
 def test_failure_after_the_first_byte_cuts_the_body(start_server: Callable[..., LiveServer]) -> None:
     import http.client
 
