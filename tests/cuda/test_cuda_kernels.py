@@ -32,6 +32,7 @@ def test_is_independent_of_thread_order(library: Path, case: Case) -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.slow
 def test_no_access_beyond_an_array_and_no_undefined_behaviour(tmp_path: Path) -> None:
     sanitized = build(tmp_path, sanitize=True)
     runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True).stdout
