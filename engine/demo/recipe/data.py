@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from engine.demo.recipe import corpus, lessons, pictures, tools
 from engine.demo.recipe.lessons import Message, Rng, Sample, World
+from engine.demo.recipe.words import FILLERS
 
 TEMPLATE_PATH = Path(__file__).resolve().parent.parent / "chat_template.jinja"
 Lesson = typing.Callable[[Rng, World], Sample]
@@ -166,11 +167,11 @@ def long_system_prompt(r: Rng, w: World) -> str:
         if kind < 0.3:
             lines.append(r.choice(lessons.PERSONAS))
         elif kind < 0.5:
-            lines.append("- " + r.choice(lessons.FILLERS))
+            lines.append("- " + r.choice(FILLERS))
         elif kind < 0.6:
             lines.append("\n# " + r.choice(["Rules", "Style", "Context", "Notes", "Tone and style", "Environment"]))
         else:
-            lines.append(r.choice(w.documents)[:300] if w.documents else r.choice(lessons.FILLERS))
+            lines.append(r.choice(w.documents)[:300] if w.documents else r.choice(FILLERS))
     return "\n".join(lines)
 
 
@@ -203,8 +204,8 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.pad = tokenizer.token_to_id("<|image_pad|>")
-        self.end = tokenizer.token_to_id("<|endoftext|>")
+        self.pad = typing.cast(int, tokenizer.token_to_id("<|image_pad|>"))
+        self.end = typing.cast(int, tokenizer.token_to_id("<|endoftext|>"))
 
     def ids(self, text: str) -> list[int]:
         """Token ids of ``text``, special tokens recognised."""
@@ -345,7 +346,7 @@ class Packer:
             number += 1
 
         def filled(parts: list[np.ndarray], size: int, value: float, kind: type) -> np.ndarray:
-            out = np.full(size, value, kind)
+            out: np.ndarray = np.full(size, value, kind)
             if parts:
                 joined = np.concatenate(parts)
                 out[: len(joined)] = joined

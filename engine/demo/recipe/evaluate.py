@@ -70,7 +70,7 @@ def original_judge(directory: Path) -> Judge:
             extra = {
                 "pixel_values": torch.cat(patches),
                 "image_grid_thw": torch.tensor([[1, p.shape[0] // 16, p.shape[1] // 16] for p in document.pictures]),
-                "mm_token_type_ids": (ids == encoder.pad).int(),
+                "mm_token_type_ids": torch.eq(ids, encoder.pad).int(),
             }
         scores = network(input_ids=ids, use_cache=False, **extra).logits[0, document.prompt - 1 : -1]
         return bool(scores.argmax(-1).tolist() == document.ids[document.prompt :])

@@ -371,7 +371,7 @@ class _UnitLowerInverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: typing.Any, *grads: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
-        transposed = inverse.mT
+        transposed: Tensor = inverse.mT
         return -(transposed @ grads[0] @ transposed)
 
 

@@ -22,7 +22,8 @@ def orthogonal(gradient: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return (x.mT if tall else x).float()
+    result: Tensor = (x.mT if tall else x).float()
+    return result
 
 
 class Optimizer:
@@ -34,7 +35,8 @@ class Optimizer:
         self.muon_rate, self.adam_rate, self.decay = muon_rate, adam_rate, decay
         self.params = params
         grouped: dict[tuple[int, ...], list[str]] = collections.defaultdict(list)
-        matrices, vectors = [], []
+        matrices: list[Tensor] = []
+        vectors: list[Tensor] = []
         for name, value in params.items():
             if value.ndim in (2, 3) and not any(part in name for part in THIN):
                 grouped[tuple(value.shape)].append(name)
@@ -58,7 +60,7 @@ class Optimizer:
     def step(self, gradients: dict[str, Tensor], scale: float, most: float = 1.0) -> Tensor:
         """One step at ``scale`` times the rates with gradients clipped to norm ``most``; returns their norm."""
         values = list(gradients.values())
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
         torch._foreach_mul_(values, (most / (norm + 1e-6)).clamp(max=1.0))
         for names, momentum in zip(self.groups, self.momentum, strict=True):
             gradient = self._stacked(gradients, names)

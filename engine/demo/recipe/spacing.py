@@ -10,6 +10,7 @@ nothing that does not hold these two tokens can change. Takes a few minutes on o
 import argparse
 import random
 import time
+import typing
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ def compact_sum(r: Rng) -> Sample:
     """A sum or product from the training side of the split, written without blanks."""
     while True:
         sample = lessons.arithmetic(r, World([], []))
-        sign, a, b, *_ = sample.core  # type: ignore[misc]
+        sign, a, b, *_ = typing.cast(tuple[str, int, int], sample.core)
         if sign not in SIGNS or data.held_out(sample):
             continue
         if r.random() < 0.3:

@@ -543,8 +543,13 @@ def no_fit(r: Rng, w: World) -> Sample:
     """A request for a tool that is not among those offered."""
     kind = draw_kind(r)
     wanted = kind(r)
-    family = {local_time: (nothing,), nothing: (local_time, dice), calculator: (adder,), adder: (calculator,)}.get(kind, ())
-    kinds = [k for k in KINDS if k is not kind and k not in family]
+    relatives: dict[object, tuple[object, ...]] = {
+        local_time: (nothing,),
+        nothing: (local_time, dice),
+        calculator: (adder,),
+        adder: (calculator,),
+    }
+    kinds = [k for k in KINDS if k is not kind and k not in relatives.get(kind, ())]
     offered = [k(r) for k in r.sample(kinds, r.randint(1, 5))]
     use = wanted.use(r)
     return Sample("tool_refusal", user(use.said), NO_TOOL, ("refuse", wanted.name, use.said), "No tool fits this.",

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from engine.demo.recipe import data, model
 from engine.demo.recipe.data import Form
 from engine.demo.recipe.optimizer import Optimizer
+from engine.demo.recipe.pictures import COLORS, SHAPES
 
 Tensor = torch.Tensor
 
@@ -279,7 +280,7 @@ class Run:
 
 def warm_up_tower(run: Run, batches: typing.Iterator[tuple[Tensor, Tensor]], seconds: float) -> None:
     """Teach the vision tower shapes, colours and places through a linear read-out that is then thrown away."""
-    sizes = (len(data.pictures.SHAPES), len(data.pictures.COLORS), 2, 2)
+    sizes = (len(SHAPES), len(COLORS), 2, 2)
     head = torch.zeros(sum(sizes), run.shape.hidden, device=run.device, requires_grad=True)
     trained = {n: v for n, v in run.params.items() if n.startswith(model.VISION)} | {"read_out.gate.weight": head}
     optimizer = Optimizer(trained)
