@@ -33,7 +33,8 @@ class BandwidthProbe:
             raise OutOfMemory(f"the bandwidth probe reads {nbytes:,} bytes, {available:,} bytes are available")
         self._tier, self._threads = tier, threads
         self._cpus = ffi.NULL if cpus is None else ffi.new("int[]", list(cpus))
-        self._memory = mmap.mmap(-1, nbytes)
+        # Private: shared anonymous memory is a file to the kernel and rarely gets huge pages.
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(self._memory, np.uint8)[:] = 1  # untouched pages would all be the one zero page
 
