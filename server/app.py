@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.tokenizer import Tokenizer
 from server.completions import Completions
 from server.config import ServerConfig
@@ -171,6 +172,7 @@ def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[Grac
             port=config.port,
             access_log=False,
             log_config=None,
+            log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=_LAST_WORDS_S,
             server_header=False,
@@ -182,11 +184,28 @@ def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[Grac
 
 
 def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
-    """Serve a checkpoint until a signal ends it. Returns the exit status: 0, or 1 if the engine failed."""
-    server, worker = make_server(config, engine_config)
-    worker.start()
-    try:
-        server.run()
-    finally:
-        worker.close()
+    """Serve a checkpoint until a signal ends it. Returns the exit status: 0, or 1 if the engine failed.
+
+    ConfigError if the address cannot be listened on, before the model is loaded.
+    """
+    with listen(config.host, config.port) as listener:
+        server, worker = make_server(config, engine_config)
+        host, port = listener.getsockname()[:2]
+        log.info(
+            "%s is running on http://%s:%d/v1", config.served_model_name, f"[{host}]" if ":" in host else host, port
+        )
+        worker.start()
+        try:
+            server.run(sockets=[listener])
+        finally:
+            worker.close()
     return 0 if worker.failure is None else 1
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket at `host` (a name or an address of either family). ConfigError says why there is none."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None

@@ -11,6 +11,9 @@ import pytest
 from http_client import CHAT, post, send
 from live_server import MODEL, LiveServer, access_line, chat_body
 
+from engine.errors import ConfigError
+from server.app import listen
+
 
 def message(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [fields]}
@@ -195,3 +198,16 @@ def test_log_lines_cannot_be_forged(live: LiveServer, caplog: pytest.LogCaptureF
     caplog.set_level("INFO", logger="fermion")
     send(live, "GET", "/a%0AFAKE%20LINE")
     assert "/a\\nFAKE LINE" in access_line(caplog, "FAKE")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_busy_address_is_a_setting_at_fault(host: str) -> None:
+    with listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on {host}:{port}"):
+            listen(host, port)
+
+
+def test_unknown_host_is_a_setting_at_fault() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:1"):
+        listen("no.such.host.invalid", 1)
