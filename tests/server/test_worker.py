@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import socket
 import threading
@@ -194,7 +195,8 @@ def test_random_disconnects_leave_nothing_behind(start_server: Starter, caplog: 
         wait_until(lambda: settled_memory() - before < 50_000, 15)
     finally:
         tracemalloc.stop()
-    assert threading.active_count() <= threads
+    # The event loop's executor fills up to its limit as it is used.
+    assert threading.active_count() <= threads + min(32, (os.cpu_count() or 1) + 4)
     assert live.engine.active == 0
 
 
