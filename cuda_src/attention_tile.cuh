@@ -103,7 +103,7 @@ static __device__ __forceinline__ void attention_softmax(SoftmaxState &state) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
         const float score = state.p[part * 8 + n][row];
-        const float p = score == UNSEEN ? 0.0f : exp_f32(score - top);
+        const float p = exp_f32(score - top); /* exactly 0 for keys not seen: every row sees one */
         state.p[part * 8 + n][row] = p;
         sum += p;
     }
