@@ -244,8 +244,8 @@ def quality(
     source: Annotated[Path, typer.Argument(help="The original: a small published checkpoint.")],
     text: Annotated[Path, typer.Option(help="Held-out running text (JSONL).")],
     calibration_text: Annotated[Path, typer.Option(help="Running text to calibrate on beside lessons (JSONL).")],
-    calibration_samples: Annotated[int, typer.Option(min=1, help="Lessons to calibrate on.")] = 300,
-    samples: Annotated[int, typer.Option(min=1, help="Held-out lessons.")] = 200,
+    calibration_samples: Annotated[int, typer.Option(min=1, help="Lessons to calibrate on.")] = 120,
+    samples: Annotated[int, typer.Option(min=1, help="Held-out lessons.")] = 150,
     longest: Annotated[int, typer.Option(min=64, max=LONGEST, help="Leave out lessons of more tokens.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
