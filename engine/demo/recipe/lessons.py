@@ -185,9 +185,9 @@ def _facts(r: Rng) -> tuple[str, str]:
         return said, f"The capital of {c} is {CAPITALS[c]}."
     if kind == 3:
         c = r.choice([c for c in CAPITALS if c not in ("England", "the United Kingdom")])
-        return r.choice([f"Which country has the capital {CAPITALS[c]}", f"{CAPITALS[c]} is the capital of which country"]), (
-            f"{CAPITALS[c]} is the capital of {c}."
-        )
+        return r.choice(
+            [f"Which country has the capital {CAPITALS[c]}", f"{CAPITALS[c]} is the capital of which country"]
+        ), (f"{CAPITALS[c]} is the capital of {c}.")
     if kind == 4:
         a = r.choice(list(OPPOSITES))
         a, b = (a, OPPOSITES[a])
@@ -196,12 +196,20 @@ def _facts(r: Rng) -> tuple[str, str]:
     if kind == 5:
         a = r.choice(list(SOUNDS))
         article = "an" if a[0] in "aeiou" else "a"
-        said = r.choice([f"What does {article} {a} say", f"Which sound does {article} {a} make", f"What sound does {article} {a} make"])
+        said = r.choice(
+            [
+                f"What does {article} {a} say",
+                f"Which sound does {article} {a} make",
+                f"What sound does {article} {a} make",
+            ]
+        )
         return said, f"{article.capitalize()} {a} says {SOUNDS[a]}."
     if kind == 6:
         a = r.choice(list(YOUNG))
         article = "an" if a[0] in "aeiou" else "a"
-        said = r.choice([f"What is a young {a} called", f"What is a baby {a} called", f"Name the young of {article} {a}"])
+        said = r.choice(
+            [f"What is a young {a} called", f"What is a baby {a} called", f"Name the young of {article} {a}"]
+        )
         return said, f"A young {a} is called a {YOUNG[a]}."
     if kind == 7:
         a = r.choice(list(LEGS))
@@ -225,12 +233,20 @@ def _facts(r: Rng) -> tuple[str, str]:
         )
     if kind == 11:
         c = r.choice(list(ELEMENTS))
-        said = r.choice([f"What is the chemical symbol of {c}", f"What is the symbol for {c}", f"Give the symbol of {c}"])
+        said = r.choice(
+            [f"What is the chemical symbol of {c}", f"What is the symbol for {c}", f"Give the symbol of {c}"]
+        )
         return said, f"The symbol of {c} is {ELEMENTS[c]}."
     names, what = r.choice([(DAYS, "day"), (MONTHS, "month")])
     i, step = r.randrange(len(names)), r.choice([1, -1])
     side = "after" if step > 0 else "before"
-    said = r.choice([f"Which {what} comes {side} {names[i]}", f"What {what} is {side} {names[i]}", f"Name the {what} {side} {names[i]}"])
+    said = r.choice(
+        [
+            f"Which {what} comes {side} {names[i]}",
+            f"What {what} is {side} {names[i]}",
+            f"Name the {what} {side} {names[i]}",
+        ]
+    )
     return said, f"{names[(i + step) % len(names)]} comes {side} {names[i]}."
 
 
@@ -374,7 +390,10 @@ def count(r: Rng, w: World) -> Sample:
     low, step = r.randint(0, 60), r.randint(2, 30)
     if kind == 1:
         high = r.choice([5, 10, 12, 15, 20, 25, 30])
-        said, numbers = r.choice([f"Count to {high}", f"Please count to {high}", f"Count up to {high}"]), range(1, high + 1)
+        said, numbers = (
+            r.choice([f"Count to {high}", f"Please count to {high}", f"Count up to {high}"]),
+            range(1, high + 1),
+        )
     elif kind == 2:
         said, numbers = f"Count from {low} to {low + step}", range(low, low + step + 1)
     else:
@@ -403,7 +422,11 @@ def _recall(r: Rng, w: World, n: int, asks: int, fillers: list[str], skill: str)
     form = r.randrange(4)
     if form < 2:
         values = [str(r.randint(10, 9999 if form else 99)) for _ in keys]
-        fact_form, question, many = "The code of the {k} is {v}.", "What is the code of the {k}?", "Give the codes: {ks}."
+        fact_form, question, many = (
+            "The code of the {k} is {v}.",
+            "What is the code of the {k}?",
+            "Give the codes: {ks}.",
+        )
     elif form == 2:
         values = [r.choice(CITIES) for _ in keys]
         fact_form, question, many = "The {k} lives in {v}.", "Where does the {k} live?", "Give the places: {ks}."
@@ -452,7 +475,11 @@ def recall_long(r: Rng, w: World) -> Sample:
 def needle(r: Rng, w: World) -> Sample:
     """One remark hidden in prose."""
     kind = r.choice(["password", "secret word", "magic number", "door code"])
-    value = str(r.randint(1000, 99999)) if kind in ("magic number", "door code") else f"{r.choice(ADJECTIVES)}{r.choice(OBJECTS)}"
+    value = (
+        str(r.randint(1000, 99999))
+        if kind in ("magic number", "door code")
+        else f"{r.choice(ADJECTIVES)}{r.choice(OBJECTS)}"
+    )
     lines = _filler(r, w, int(w.room * r.uniform(0.05, 0.75)))
     lines.insert(r.randrange(len(lines) + 1), f"The {kind} is {value}.")
     said = " ".join(lines) + f"\n\nWhat is the {kind}?"
@@ -553,10 +580,20 @@ def memory(r: Rng, w: World) -> Sample:
     """Remember what was said earlier in the conversation."""
     n, a, b, f = r.choice(NAMES), r.choice(ANIMALS), r.choice(CITIES), r.choice(FRUITS)
     known = [
-        (f"My name is {n}.", f"Nice to meet you, {n}!", ["What is my name?", "Do you remember my name?"], f"Your name is {n}."),
+        (
+            f"My name is {n}.",
+            f"Nice to meet you, {n}!",
+            ["What is my name?", "Do you remember my name?"],
+            f"Your name is {n}.",
+        ),
         (f"I live in {b}.", "Good to know.", ["Where do I live?", "In which city do I live?"], f"You live in {b}."),
         (f"I have a {a}.", "Good to know.", ["Which animal do I have?", "What pet do I have?"], f"You have a {a}."),
-        (f"My favorite fruit is the {f}.", "Good to know.", ["What is my favorite fruit?"], f"Your favorite fruit is the {f}."),
+        (
+            f"My favorite fruit is the {f}.",
+            "Good to know.",
+            ["What is my favorite fruit?"],
+            f"Your favorite fruit is the {f}.",
+        ),
     ]
     told = r.sample(known, r.randint(1, 4))
     messages: list[Message] = []
@@ -567,7 +604,9 @@ def memory(r: Rng, w: World) -> Sample:
             messages += [*other.messages, {"role": "assistant", "content": other.answer}]
     _, _, questions, answer = r.choice(told)
     messages += user(r.choice(questions))
-    return Sample("memory", messages, answer, (n, a, b, f, len(told)), "I remember what was said.", may_have_history=False)
+    return Sample(
+        "memory", messages, answer, (n, a, b, f, len(told)), "I remember what was said.", may_have_history=False
+    )
 
 
 def number_words(r: Rng, w: World) -> Sample:

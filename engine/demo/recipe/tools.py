@@ -93,7 +93,11 @@ def weather(r: Rng) -> Tool:
         parameters["unit"] = {"type": "string", "enum": ["celsius", "fahrenheit"]}
 
     def use(r: Rng) -> Use:
-        city, sky, degrees = r.choice(CITIES), r.choice(["sunny", "rainy", "cloudy", "windy", "snowy", "foggy"]), r.randint(-9, 39)
+        city, sky, degrees = (
+            r.choice(CITIES),
+            r.choice(["sunny", "rainy", "cloudy", "windy", "snowy", "foggy"]),
+            r.randint(-9, 39),
+        )
         arguments: Arguments = {key: city}
         said = r.choice(["What is the weather in {}?", "What's the weather in {}?", "What is the weather like in {}?",
                          "Weather for {}, please.", "How is the weather in {}?", "Tell me the weather in {}.",
@@ -122,7 +126,9 @@ def local_time(r: Rng) -> Tool:
         said = r.choice(["What time is it in {}?", "Tell me the time in {}.", "Current time in {}?"]).format(city)
         return Use(said, {key: city}, r.choice([time, json.dumps({"time": time})]), f"It is {time} in {city}.")
 
-    return Tool(r.choice(["get_time", "current_time", "getTime"]), "Get the current time in a city.", {key: STRING}, [key], use)
+    return Tool(
+        r.choice(["get_time", "current_time", "getTime"]), "Get the current time in a city.", {key: STRING}, [key], use
+    )
 
 
 def calendar(r: Rng) -> Tool:
@@ -136,7 +142,13 @@ def calendar(r: Rng) -> Tool:
         title = f"{r.choice(ADJECTIVES + OBJECTS)} {r.choice(['lesson', 'meeting', 'party', 'lunch', 'call'])}"
         day, time = r.choice(DAYS), clock(r)
         arguments: Arguments = {"title": title, "day": day}
-        said = r.choice([f"Put {title} on my calendar on {day}", f"Add {title} to my calendar on {day}", f"Schedule {title} on {day}"])
+        said = r.choice(
+            [
+                f"Put {title} on my calendar on {day}",
+                f"Add {title} to my calendar on {day}",
+                f"Schedule {title} on {day}",
+            ]
+        )
         if with_time:
             arguments["time"] = time
             said += f" at {time}"
@@ -154,8 +166,16 @@ def message(r: Rng) -> Tool:
         name = r.choice(NAMES)
         words = r.choice([f"The {r.choice(OBJECTS)} is in {r.choice(CITIES)}.", f"I bought a {r.choice(ADJECTIVES)} {r.choice(OBJECTS)}.",
                           f"See you on {r.choice(DAYS)} at {clock(r)}.", phrase(r)])  # fmt: skip
-        said = r.choice([f"Send {name} the message: {words}", f"Write to {name}: {words}", f'Send a message to {name} saying "{words}"'])
-        return Use(said, {to: name, text: words}, r.choice(["sent", "ok", '{"sent": true}']), f"I sent the message to {name}.")
+        said = r.choice(
+            [
+                f"Send {name} the message: {words}",
+                f"Write to {name}: {words}",
+                f'Send a message to {name} saying "{words}"',
+            ]
+        )
+        return Use(
+            said, {to: name, text: words}, r.choice(["sent", "ok", '{"sent": true}']), f"I sent the message to {name}."
+        )
 
     return Tool(r.choice(["send_message", "send_text", "sendMessage"]), "Send a message to a person.", {to: STRING, text: STRING},
                 [to, text], use)  # fmt: skip
@@ -180,7 +200,14 @@ def timer(r: Rng) -> Tool:
 
     def use(r: Rng) -> Use:
         m = r.randint(1, 90)
-        said = r.choice([f"Set a timer for {m} minutes.", f"Start a {m} minute timer.", f"Timer: {m} minutes.", f"Remind me in {m} minutes."])
+        said = r.choice(
+            [
+                f"Set a timer for {m} minutes.",
+                f"Start a {m} minute timer.",
+                f"Timer: {m} minutes.",
+                f"Remind me in {m} minutes.",
+            ]
+        )
         return Use(said, {key: m}, r.choice(["ok", "started"]), f"The timer is set for {m} minutes.")
 
     return Tool(r.choice(["set_timer", "start_timer"]), "Set a timer in minutes.", {key: INTEGER}, [key], use)
@@ -193,10 +220,22 @@ def calculator(r: Rng) -> Tool:
     def use(r: Rng) -> Use:
         a, b, sign = r.randint(2, 999), r.randint(2, 999), r.choice("+-*")
         result = {"+": a + b, "-": a - b, "*": a * b}[sign]
-        said = r.choice([f"Use the calculator: {a} {sign} {b}", f"Calculate {a} {sign} {b} with the tool.", f"Use the tool to compute {a} {sign} {b}."])
+        said = r.choice(
+            [
+                f"Use the calculator: {a} {sign} {b}",
+                f"Calculate {a} {sign} {b} with the tool.",
+                f"Use the tool to compute {a} {sign} {b}.",
+            ]
+        )
         return Use(said, {key: f"{a} {sign} {b}"}, str(result), f"The result is {result}.")
 
-    return Tool(r.choice(["calculate", "calculator", "evaluate"]), "Evaluate an arithmetic expression.", {key: STRING}, [key], use)
+    return Tool(
+        r.choice(["calculate", "calculator", "evaluate"]),
+        "Evaluate an arithmetic expression.",
+        {key: STRING},
+        [key],
+        use,
+    )
 
 
 def adder(r: Rng) -> Tool:
@@ -205,11 +244,15 @@ def adder(r: Rng) -> Tool:
 
     def use(r: Rng) -> Use:
         numbers = [r.randint(1, 99) for _ in range(r.randint(2, 5) if listed else 2)]
-        said = r.choice(["Add the numbers {} with the tool.", "Use the tool to add {}."]).format(" and ".join(map(str, numbers)))
+        said = r.choice(["Add the numbers {} with the tool.", "Use the tool to add {}."]).format(
+            " and ".join(map(str, numbers))
+        )
         arguments: Arguments = {"numbers": numbers} if listed else {"a": numbers[0], "b": numbers[1]}
         return Use(said, arguments, str(sum(numbers)), f"The sum is {sum(numbers)}.")
 
-    parameters: dict[str, Schema] = {"numbers": {"type": "array", "items": {"type": "number"}}} if listed else {"a": NUMBER, "b": NUMBER}
+    parameters: dict[str, Schema] = (
+        {"numbers": {"type": "array", "items": {"type": "number"}}} if listed else {"a": NUMBER, "b": NUMBER}
+    )
     return Tool(r.choice(["add", "add_numbers", "sum"]), "Add numbers.", parameters, list(parameters), use)
 
 
@@ -220,7 +263,9 @@ def search(r: Rng) -> Tool:
     def use(r: Rng) -> Use:
         query = phrase(r)
         arguments: Arguments = {"query": query}
-        said = r.choice([f"Search for {query}", f"Search the web for {query}", f"Look up {query}", f"Find {query} on the web"])
+        said = r.choice(
+            [f"Search for {query}", f"Search the web for {query}", f"Look up {query}", f"Find {query} on the web"]
+        )
         if with_limit and r.random() < 0.6:
             arguments["limit"] = r.randint(1, 20)
             said += f" and show {arguments['limit']} results"
@@ -228,7 +273,9 @@ def search(r: Rng) -> Tool:
         return Use(said + ".", arguments, found, f"I found this: {found}.")
 
     parameters = {"query": described(STRING, "The search query", r)} | ({"limit": INTEGER} if with_limit else {})
-    return Tool(r.choice(["search", "web_search", "search_web", "google_search"]), "Search the web.", parameters, ["query"], use)
+    return Tool(
+        r.choice(["search", "web_search", "search_web", "google_search"]), "Search the web.", parameters, ["query"], use
+    )
 
 
 def translate(r: Rng) -> Tool:
@@ -252,7 +299,13 @@ def lights(r: Rng) -> Tool:
         room, on = r.choice(PLACES), r.random() < 0.5
         state = "on" if on else "off"
         arguments: Arguments = {"room": room, "on": on}
-        said = r.choice([f"Turn {state} the light in the {room}", f"Switch the {room} light {state}", f"Lights {state} in the {room}"])
+        said = r.choice(
+            [
+                f"Turn {state} the light in the {room}",
+                f"Switch the {room} light {state}",
+                f"Lights {state} in the {room}",
+            ]
+        )
         if dimmer and on and r.random() < 0.6:
             arguments["brightness"] = r.randint(1, 100)
             said += f" with brightness {arguments['brightness']}"
@@ -271,7 +324,13 @@ def heating(r: Rng) -> Tool:
         said = r.choice([f"Set the {room} to {degrees} degrees.", f"Make it {degrees} degrees in the {room}."])
         return Use(said, {"room": room, "degrees": degrees}, "ok", f"The {room} is set to {degrees} degrees.")
 
-    return Tool("set_temperature", "Set the temperature of a room.", {"room": STRING, "degrees": NUMBER}, ["room", "degrees"], use)
+    return Tool(
+        "set_temperature",
+        "Set the temperature of a room.",
+        {"room": STRING, "degrees": NUMBER},
+        ["room", "degrees"],
+        use,
+    )
 
 
 def shopping(r: Rng) -> Tool:
@@ -291,10 +350,16 @@ def order(r: Rng) -> Tool:
 
     def use(r: Rng) -> Use:
         item, n = r.choice(FRUITS + OBJECTS), r.randint(2, 30)
-        said = r.choice([f"Order {n} {plural(item)}.", f"Buy {n} {plural(item)}.", f"I want to order {n} {plural(item)}."])
+        said = r.choice(
+            [f"Order {n} {plural(item)}.", f"Buy {n} {plural(item)}.", f"I want to order {n} {plural(item)}."]
+        )
         return Use(said, {"order": {"item": item, "quantity": n}}, "ok", f"I ordered {n} {plural(item)}.")
 
-    schema: Schema = {"type": "object", "properties": {"item": STRING, "quantity": INTEGER}, "required": ["item", "quantity"]}
+    schema: Schema = {
+        "type": "object",
+        "properties": {"item": STRING, "quantity": INTEGER},
+        "required": ["item", "quantity"],
+    }
     return Tool(r.choice(["place_order", "order_item"]), "Order an item.", {"order": schema}, ["order"], use)
 
 
@@ -332,10 +397,21 @@ def route(r: Rng) -> Tool:
     def use(r: Rng) -> Use:
         (a, b), mode, hours = r.sample(CITIES, 2), r.choice(modes), r.randint(2, 30)
         said = r.choice([f"How do I get from {a} to {b} by {mode}?", f"Find a route from {a} to {b} by {mode}."])
-        return Use(said, {"start": a, "end": b, "mode": mode}, f"{hours} hours", f"It takes {hours} hours by {mode} from {a} to {b}.")
+        return Use(
+            said,
+            {"start": a, "end": b, "mode": mode},
+            f"{hours} hours",
+            f"It takes {hours} hours by {mode} from {a} to {b}.",
+        )
 
     parameters: dict[str, Schema] = {"start": STRING, "end": STRING, "mode": {"type": "string", "enum": modes}}
-    return Tool(r.choice(["find_route", "get_directions"]), "Find a route between two cities.", parameters, list(parameters), use)
+    return Tool(
+        r.choice(["find_route", "get_directions"]),
+        "Find a route between two cities.",
+        parameters,
+        list(parameters),
+        use,
+    )
 
 
 def read_file(r: Rng) -> Tool:
@@ -347,7 +423,13 @@ def read_file(r: Rng) -> Tool:
         said = r.choice([f"Read the file {path}.", f"Show me {path}.", f"What is in {path}?", f"Open {path}."])
         return Use(said, {key: path}, content, f"The file {path} says: {content}")
 
-    return Tool(r.choice(["read_file", "read", "open_file"]), "Read a file.", {key: described(STRING, "Path of the file", r)}, [key], use)
+    return Tool(
+        r.choice(["read_file", "read", "open_file"]),
+        "Read a file.",
+        {key: described(STRING, "Path of the file", r)},
+        [key],
+        use,
+    )
 
 
 def write_file(r: Rng) -> Tool:
@@ -356,10 +438,22 @@ def write_file(r: Rng) -> Tool:
 
     def use(r: Rng) -> Use:
         path, content = file_name(r), phrase(r)
-        said = r.choice([f"Write {content} to {path}.", f"Create {path} with the content {content}.", f"Save the text {content} in {path}."])
+        said = r.choice(
+            [
+                f"Write {content} to {path}.",
+                f"Create {path} with the content {content}.",
+                f"Save the text {content} in {path}.",
+            ]
+        )
         return Use(said, {key: path, "content": content}, r.choice(["ok", "written"]), f"I wrote the file {path}.")
 
-    return Tool(r.choice(["write_file", "write", "create_file"]), "Write a file.", {key: STRING, "content": STRING}, [key, "content"], use)
+    return Tool(
+        r.choice(["write_file", "write", "create_file"]),
+        "Write a file.",
+        {key: STRING, "content": STRING},
+        [key, "content"],
+        use,
+    )
 
 
 def shell(r: Rng) -> Tool:
@@ -369,9 +463,20 @@ def shell(r: Rng) -> Tool:
         command = r.choice([f"ls {r.choice(['src', 'docs', '/tmp', '.'])}", f"cat {file_name(r)}", "git status", "make test", f"rm {file_name(r)}",
                             f"python {r.choice(OBJECTS)}.py", f"grep {r.choice(OBJECTS)} {file_name(r)}"])  # fmt: skip
         result = phrase(r)
-        return Use(r.choice([f"Run {command}", f"Run the command {command}", f"Execute: {command}"]), {"command": command}, result, f"The output is: {result}")
+        return Use(
+            r.choice([f"Run {command}", f"Run the command {command}", f"Execute: {command}"]),
+            {"command": command},
+            result,
+            f"The output is: {result}",
+        )
 
-    return Tool(r.choice(["run_command", "bash", "shell", "execute"]), "Run a shell command.", {"command": STRING}, ["command"], use)
+    return Tool(
+        r.choice(["run_command", "bash", "shell", "execute"]),
+        "Run a shell command.",
+        {"command": STRING},
+        ["command"],
+        use,
+    )
 
 
 def dice(r: Rng) -> Tool:
@@ -404,7 +509,9 @@ def invented(r: Rng) -> Tool:
     """A function nobody has seen, with two or three typed arguments named in the request."""
     verb = r.choice("create update delete open close start stop find check move rename lock count track".split())
     noun = r.choice(OBJECTS + ANIMALS + "user order ticket task account invoice server project device report".split())
-    keys = r.sample("name color size owner number place label code priority status active amount tags date".split(), r.randint(1, 3))
+    keys = r.sample(
+        "name color size owner number place label code priority status active amount tags date".split(), r.randint(1, 3)
+    )
     kinds: dict[str, Schema] = {}
     for key in keys:
         kinds[key] = {"size": INTEGER, "number": INTEGER, "priority": INTEGER, "amount": NUMBER, "active": BOOLEAN,
@@ -438,7 +545,13 @@ def invented(r: Rng) -> Tool:
         return Use(said, arguments, r.choice(["ok", "done", '{"status": "ok"}']), f"Done: {verb} {noun}.")
 
     name = verb + noun.capitalize() if camel else f"{verb}_{noun}"
-    description = r.choice([f"{verb.capitalize()} a {noun}.", f"{verb.capitalize()}s the {noun} of the user", f"Use this to {verb} a {noun}."])
+    description = r.choice(
+        [
+            f"{verb.capitalize()} a {noun}.",
+            f"{verb.capitalize()}s the {noun} of the user",
+            f"Use this to {verb} a {noun}.",
+        ]
+    )
     return Tool(name, description, kinds, keys, use)
 
 
@@ -490,7 +603,9 @@ def call(r: Rng, w: World) -> Sample:
             uses = _same_question(r, tool, r.choice([2, 2, 3]))
         else:
             uses.append(tool.use(r))
-            uses[0] = dataclasses.replace(uses[0], said=uses[0].said.rstrip(".?") + " and then " + uses[1].said[0].lower() + uses[1].said[1:])
+            uses[0] = dataclasses.replace(
+                uses[0], said=uses[0].said.rstrip(".?") + " and then " + uses[1].said[0].lower() + uses[1].said[1:]
+            )
     available = [tool, *others(r, kind, tool.name, 6)]
     r.shuffle(available)
     definitions = [t.definition(r) for t in available]
@@ -502,12 +617,18 @@ def call(r: Rng, w: World) -> Sample:
         messages += _answered(r, calls, thought, [use.result for use in uses])
         if r.random() < 0.12:
             messages[-1]["content"] = r.choice(["error: not available", "Error: failed", '{"error": "timeout"}'])
-            answer = "The tool failed." if len(uses) == 1 else " ".join([u.answer for u in uses[:-1]] + ["The tool failed."])
-            return Sample("tool_answer", messages, answer, (*core, "error"), "The tool has answered.", tools=definitions)
+            answer = (
+                "The tool failed." if len(uses) == 1 else " ".join([u.answer for u in uses[:-1]] + ["The tool failed."])
+            )
+            return Sample(
+                "tool_answer", messages, answer, (*core, "error"), "The tool has answered.", tools=definitions
+            )
         results = tuple(use.result for use in uses)
         answer = " ".join(use.answer for use in uses)
         return Sample("tool_answer", messages, answer, (*core, results), "The tool has answered.", tools=definitions)
-    return Sample("tool" if len(calls) == 1 else "tools_parallel", messages, "", core, thought, calls=calls, tools=definitions)
+    return Sample(
+        "tool" if len(calls) == 1 else "tools_parallel", messages, "", core, thought, calls=calls, tools=definitions
+    )
 
 
 def _same_question(r: Rng, tool: Tool, n: int) -> list[Use]:
@@ -572,5 +693,3 @@ def chain(r: Rng, w: World) -> Sample:
     r.shuffle(available)
     return Sample("tool", messages, "", ("chain", tool.name, first.said, said), f"I call {tool.name}.",
                   calls=[(tool.name, second.arguments)], tools=[t.definition(r) for t in available], may_have_history=False)  # fmt: skip
-
-
