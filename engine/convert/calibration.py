@@ -12,6 +12,7 @@ Inputs of experts are weighted by the square of their gate weight, as their outp
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from engine.convert.quantize import Curvature, make_curvature
 from engine.convert.safetensors import PADDING_PREFIX, TensorEntry, TensorInfo, build_header, padded_bytes, read_header
 from engine.convert.sources import FloatSource, file_identity
 from engine.core import Float32Array
-from engine.errors import ModelFileError
+from engine.errors import ConfigError, ModelFileError
 
 DAMPING = 0.01  # of the mean diagonal: the usual value for second-order rounding
 METADATA = {"format": "fermion-calibration", "format_version": "1"}
@@ -119,14 +120,24 @@ class CalibrationWriter:
     """Writes a calibration file piece by piece; it appears under its name when `commit` is called."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: of every statistic that will be written."""
-        header, self._offsets = build_header([TensorInfo(n, "F32", shape) for n, shape in shapes.items()], METADATA)
+        """shapes: of every statistic that will be written. Raises ConfigError if the disk cannot hold them."""
+        infos = [TensorInfo(name, "F32", shape) for name, shape in shapes.items()]
+        header, self._offsets = build_header(infos, METADATA)
+        size = len(header) + padded_bytes(infos)
+        try:
+            free = shutil.disk_usage(path.parent).free
+        except OSError as error:
+            raise ConfigError(f"calibration file {path}: {error.strerror}") from error
+        if size > free:
+            raise ConfigError(
+                f"calibration file {path}: {size:,} bytes needed, {free:,} free (--no-second-order: less)"
+            )
         self._shapes = dict(shapes)
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         self._file = self._partial.open("wb")
         self._file.write(header)
-        self._file.truncate(len(header) + padded_bytes(TensorInfo(n, "F32", shape) for n, shape in shapes.items()))
+        self._file.truncate(size)
 
     def write(self, name: str, values: Float32Array) -> None:
         """One statistic, of the shape announced."""

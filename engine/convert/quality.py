@@ -240,11 +240,16 @@ def figures(rows: Mapping[str, Row]) -> dict[str, float]:
     }
 
 
+def _calibrated(model: Forward, samples: list[Sample], path: Path, *, second_order: bool) -> Calibration:
+    calibrate(model, samples, path, second_order=second_order, progress=ProgressLine("calibrating", None))
+    return Calibration(path)
+
+
 def quality(
     source: Annotated[Path, typer.Argument(help="The original: a small published checkpoint.")],
     text: Annotated[Path, typer.Option(help="Held-out running text (JSONL).")],
     calibration_text: Annotated[Path, typer.Option(help="Running text to calibrate on beside lessons (JSONL).")],
-    calibration_samples: Annotated[int, typer.Option(min=1, help="Lessons to calibrate on.")] = 120,
+    calibration_samples: Annotated[int, typer.Option(min=1, help="Lessons to calibrate on.")] = 240,
     samples: Annotated[int, typer.Option(min=1, help="Held-out lessons.")] = 150,
     longest: Annotated[int, typer.Option(min=64, max=LONGEST, help="Leave out lessons of more tokens.")] = 256,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
@@ -254,17 +259,17 @@ def quality(
         workplace = Path(name)
         reader = CorpusReader(source, longest)
         training = take(reader, None, calibration_samples, held_out=False, seed=1)
-        training += reader.file(calibration_text)
+        mixed = training[: calibration_samples // 2] + list(reader.file(calibration_text))
         model = Forward(source, threads)
-        progress = ProgressLine("calibrating", None)
-        calibrate(model, training, workplace / "calibration", second_order=True, progress=progress)
+        # Rounding must hold for all text, pruning for what the model is to be kept for: here, the lessons.
+        calibration = _calibrated(model, mixed, workplace / "mixed", second_order=True)
+        saliency = _calibrated(model, training, workplace / "lessons", second_order=False)
         model.close()
-        calibration = Calibration(workplace / "calibration")
         lessons = take(reader, None, samples, held_out=True, seed=2)
         bench = Bench(source, lessons, list(reader.file(text)), workplace, threads)
         typer.echo(HEADER)
         rows = quantized(bench, calibration)
-        losses = pruned(bench, calibration, rows["size"])
+        losses = pruned(bench, saliency, rows["size"])
         typer.echo(json.dumps(figures(rows) | losses))
 
 

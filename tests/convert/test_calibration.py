@@ -10,11 +10,11 @@ import tiny_checkpoint as tiny
 from tiny_checkpoint import PREFIX
 
 from engine.convert import convert, writer
-from engine.convert.calibration import Calibration, point_of, write_calibration
+from engine.convert.calibration import Calibration, CalibrationWriter, point_of, write_calibration
 from engine.convert.convert import Options
 from engine.convert.plan import Format, pieces
 from engine.convert.quantize import make_curvature, quantize_rows, quantize_rows_with_feedback
-from engine.errors import ModelFileError
+from engine.errors import ConfigError, ModelFileError
 
 LAYER = f"{PREFIX}layers.1."
 
@@ -88,3 +88,11 @@ def test_other_file_is_refused(tmp_path: Path) -> None:
     tiny.write_safetensors(tmp_path / "model.safetensors", {"a": np.zeros(4, np.float32)})
     with pytest.raises(ModelFileError, match="not a calibration file"):
         Calibration(tmp_path / "model.safetensors")
+
+
+def test_missing_folder_and_full_disk_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        CalibrationWriter(tmp_path / "nowhere" / "statistics", {"a.square": (4,)})
+    with pytest.raises(ConfigError, match="bytes needed"):
+        CalibrationWriter(tmp_path / "statistics", {"a.square": (1 << 50,)})
+    assert not list(tmp_path.iterdir())
