@@ -136,7 +136,7 @@ async def whole(
             if silence.is_over:
                 if not is_started:
                     is_started = True
-                    headers = [(b"content-type", b"application/json")]
+                    headers = [(b"content-type", b"application/json"), sse.UNBUFFERED]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 silence.restart()
                 await send({"type": "http.response.body", "body": b"\n", "more_body": True})

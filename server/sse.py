@@ -7,11 +7,12 @@ from typing import Any
 
 from server.errors import ApiError
 
+# nginx keeps back what it proxies until it is complete or fills a buffer, unless told not to.
+UNBUFFERED = (b"x-accel-buffering", b"no")
 HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx buffers proxied responses unless told not to.
-    (b"x-accel-buffering", b"no"),
+    UNBUFFERED,
 )
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
