@@ -48,15 +48,17 @@ def create_service(
     queue_size: int,
     keep_alive_s: float,
     max_body_bytes: int,
+    request_timeout_s: float = 0.0,
 ) -> Service:
     """Everything behind the endpoints, for the checkpoint in `directory`.
 
-    ModelFileError if its text files are missing or wrong. The engine is loaded when the worker is started.
+    request_timeout_s: 0 is no limit. ModelFileError if its text files are missing or wrong. The engine is loaded when
+    the worker is started.
     """
     tokenizer = Tokenizer.load(directory)
     prompts = PromptBuilder(tokenizer, ChatTemplate.load(directory), GenerationDefaults.load(directory))
     metrics = Metrics(model_name)
-    worker = EngineWorker(load_engine, max_queued=queue_size, observe=metrics.observe)
+    worker = EngineWorker(load_engine, max_queued=queue_size, time_limit_s=request_timeout_s, observe=metrics.observe)
     metrics.watch(worker)
     return Service(
         worker=worker,
@@ -160,6 +162,7 @@ def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[Grac
         lambda: Engine.load(directory, engine_config),
         model_name=config.served_model_name,
         queue_size=config.queue_size,
+        request_timeout_s=config.request_timeout_s,
         keep_alive_s=config.keep_alive_s,
         max_body_bytes=config.max_body_bytes,
     )

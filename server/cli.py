@@ -158,6 +158,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    request_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds of work that one request may cost; 0 is no limit. (default: 0)",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
     keep_alive_s: Annotated[
         float | None,
         typer.Option(

@@ -49,6 +49,7 @@ class ServerConfig:
     api_keys: tuple[str, ...]
     cors_origins: tuple[str, ...]
     queue_size: int
+    request_timeout_s: float
     keep_alive_s: float
     max_body_bytes: int
     shutdown_grace_s: float
@@ -73,6 +74,7 @@ class Settings(BaseSettings):
     api_key_file: Path | None = None
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     queue_size: Annotated[int, Field(ge=0, le=100_000)] = 64
+    request_timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 0.0
     keep_alive_s: Annotated[float, Field(gt=0, le=60)] = 5.0
     max_body_mb: Annotated[int, Field(ge=1, le=4096)] = 64
     shutdown_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
@@ -110,6 +112,7 @@ class Settings(BaseSettings):
             api_keys=self._api_keys(),
             cors_origins=self.cors_origins,
             queue_size=self.queue_size,
+            request_timeout_s=self.request_timeout_s,
             keep_alive_s=self.keep_alive_s,
             max_body_bytes=self.max_body_mb << 20,
             shutdown_grace_s=self.shutdown_grace_s,

@@ -63,6 +63,9 @@ class ApiError(FermionError):
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
+        if self.status == 504:
+            # Official clients repeat whatever failed with 5xx; this would only take as long again.
+            headers.append((b"x-should-retry", b"false"))
         return headers
 
 
@@ -72,6 +75,7 @@ _TYPE_BY_STATUS = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 _ANTHROPIC_TYPES = {
@@ -81,6 +85,7 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 # Exception type -> (status, code); the first match in order wins, so subclasses stand before their base.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ class Job:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
+        self.deadline = math.inf
         self.is_preempted = False
         self._restarts = 0
         self._events: asyncio.Queue[JobEvent] = asyncio.Queue()
@@ -141,9 +143,14 @@ class Job:
         return self.state in (JobState.FINISHED, JobState.CANCELLED, JobState.FAILED)
 
     @property
+    def is_overdue(self) -> bool:
+        """The job has had the engine for as long as it may."""
+        return time.monotonic() >= self.deadline
+
+    @property
     def must_stop(self) -> bool:
         """The engine should give the job up, for good or to start it anew later."""
-        return self._is_cancelled or self.is_preempted
+        return self._is_cancelled or self.is_preempted or self.is_overdue
 
     def urgency(self, now: float) -> float:
         """What the queue is sorted by: the smallest goes first. Waiting helps."""
@@ -161,6 +168,7 @@ class Job:
         self.progress = None
         self.completion_tokens = 0
         self.started_at = self.first_token_at = None
+        self.deadline = math.inf
         self.post(Restarted())
 
     def status(self) -> JobStatus:

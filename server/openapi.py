@@ -105,6 +105,7 @@ _REFUSALS = {
         ("413", "The request body is too large."),
         ("429", "The queue is full; Retry-After says when to try again."),
         ("503", "The model is being loaded, or the server is shutting down."),
+        ("504", "The request took more work than this server allows."),
     )
 }
 

@@ -47,8 +47,9 @@ class GeneratingEngine(Protocol):
 class EngineWorker:
     """Queue and thread. Public methods may be called from any thread; jobs are made on an event loop.
 
-    load: makes the engine, called once in the worker's thread; max_queued: jobs that may wait;
-    observe: told of every job that is over, in the worker's thread or the caller's.
+    load: makes the engine, called once in the worker's thread; max_queued: jobs that may wait; time_limit_s: how long
+    one job may have the engine, 0: as long as it takes; observe: told of every job that is over, in the worker's thread
+    or the caller's.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class EngineWorker:
         load: Callable[[], GeneratingEngine],
         *,
         max_queued: int,
+        time_limit_s: float = 0.0,
         observe: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self._load = load
         self._max_queued = max_queued
+        self._time_limit_s = time_limit_s
         self._observe = observe
         self._changed = threading.Condition()
         self._queue: list[Job] = []
@@ -248,6 +251,8 @@ class EngineWorker:
             job = min(self._queue, key=lambda waiting: waiting.urgency(now))
             self._queue.remove(job)
             job.started_at = now
+            if self._time_limit_s:
+                job.deadline = now + self._time_limit_s
             job.state = JobState.PREFILL
             self._running = job
         return job
@@ -265,11 +270,13 @@ class EngineWorker:
                     self._failure = last.error
                     self._fail_queue(last.error)
                 self._finish(job, JobState.FAILED, last)
-            elif job.is_preempted and not job.is_cancelled:
+            elif job.is_cancelled:
+                self._finish(job, JobState.CANCELLED, last)
+            elif job.is_preempted:
                 job.restart()
                 self._queue.append(job)
             else:
-                self._finish(job, JobState.CANCELLED, last)
+                self._finish(job, JobState.FAILED, Failed(_overdue(self._time_limit_s)))
 
     def _generate(self, engine: GeneratingEngine, job: Job) -> Finished | Failed:
         try:
@@ -334,3 +341,8 @@ class EngineWorker:
                 stream.stop_string,
             )
         )
+
+
+def _overdue(limit_s: float) -> ApiError:
+    text = f"The answer was not complete after {limit_s:g} s of work, the limit of this server. Ask for fewer tokens."
+    return ApiError(504, text, code="request_timeout")

@@ -85,6 +85,7 @@ def start(
     directory: Path,
     *,
     queue_size: int = 8,
+    request_timeout_s: float = 0.0,
     keep_alive_s: float = 5.0,
     api_keys: Iterable[str] = (),
     cors_origins: Iterable[str] = (),
@@ -100,6 +101,7 @@ def start(
         lambda: engine,
         model_name=MODEL,
         queue_size=queue_size,
+        request_timeout_s=request_timeout_s,
         keep_alive_s=keep_alive_s,
         max_body_bytes=max_body_bytes,
     )

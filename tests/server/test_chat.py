@@ -171,7 +171,11 @@ def test_several_choices(live: LiveServer) -> None:
     whole = both(live, chat_body(n=3, seed=5))
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
     assert {choice["message"]["content"] for choice in whole["choices"]} == {"Hi"}
-    assert [request.sampling.seed for request in live.engine.requests[:3]] == [5, 6, 7]
+    requests = live.engine.requests[:3]
+    assert [request.sampling.seed for request in requests] == [5, 6, 7]
+    # One prompt for all: what is cached of it serves every choice after the first.
+    assert all(request.prompt is requests[0].prompt for request in requests)
+    assert live.engine.outcomes[:3] == ["finished"] * 3
     tokens = len(live.engine.reply(live.engine.requests[0])) + 1
     assert whole["usage"]["completion_tokens"] == 3 * tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import http.client
 import json
 import os
 import random
@@ -218,6 +219,47 @@ def test_cancelled_request_is_repeated_alike(start_server: Starter) -> None:
     connection.drop()
     wait_until(lambda: is_idle(live))
     assert right_answer(live, "again")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_time_limit_ends_a_request_with_an_error(start_server: Starter, phase: str) -> None:
+    live = start_server(request_timeout_s=0.3)
+    if phase == "prefill":
+        live.engine.layers, live.engine.layer_s = 500, 0.02
+    else:
+        live.engine.token_s = 0.02
+        live.engine.say("brown " * 500)
+    started = time.monotonic()
+    whole = post(live, chat_body(enable_thinking=False))
+    assert 0.3 <= time.monotonic() - started < 2
+    assert (whole.status, whole.error["code"], whole.error["type"]) == (504, "request_timeout", "timeout_error")
+    assert whole.headers["x-should-retry"] == "false"
+    lines = [line for line in stream_lines(live, chat_body(enable_thinking=False)) if line.startswith("data: ")]
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "request_timeout"
+    assert any("brown" in line for line in lines) == (phase == "decode")
+    anthropic = post(live, chat_body(max_tokens=999), "/v1/messages").json
+    assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "timeout_error")
+    assert live.engine.active == 0
+    status = send(live, "GET", f"/v1/requests/{whole.headers['x-request-id']}").json
+    assert status["state"] == "failed"
+    live.engine.layers, live.engine.layer_s, live.engine.token_s = 1, 0.0, 0.0
+    live.engine.reply = live.engine.echo
+    assert right_answer(live, "the next one")
+
+
+def test_time_limit_does_not_count_the_queue(start_server: Starter) -> None:
+    live = start_server(request_timeout_s=0.5)
+    live.engine.layers, live.engine.layer_s = 1, 0.25
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(lambda index: post(live, chat_body(f"question {index}")), range(5)))
+    assert [answer.status for answer in answers] == [200] * 5
+
+
+def test_time_limit_after_the_first_byte_cuts_the_body(start_server: Starter) -> None:
+    live = start_server(request_timeout_s=0.4, keep_alive_s=0.1)
+    live.engine.layers, live.engine.layer_s = 100, 0.02
+    with pytest.raises(http.client.IncompleteRead):
+        post(live, chat_body())
 
 
 def drain(live: LiveServer) -> None:
