@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 help: ## list what can be made
 	@echo 'fermion: an OpenAI-compatible server for the Qwen3.6 family on old and small machines'
 	@echo
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  HOST=0.0.0.0 PORT=9000 make serve    another address'
 	@echo '  make serve MODEL=/path/to/checkpoint ARGS="--threads 8"'
@@ -100,7 +100,7 @@ quality: setup-dev ## what 4 bits and pruning cost the demo model: tables, last 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
 
-.PHONY: test test-best test-ssse3 test-fast lint typecheck check check-ptx format
+.PHONY: test test-best test-ssse3 test-fast test-exhaustive lint typecheck check check-ptx format
 test: test-best test-ssse3 ## the whole suite: on this machine's best kernels, then with SSSE3 forced
 
 test-best: setup-dev
@@ -112,7 +112,10 @@ test-ssse3: setup-dev ## the whole suite with the SSSE3 tier forced
 	@FERMION_SIMD_TIER=ssse3 $(BIN)/python -m pytest $(ARGS)
 
 test-fast: setup-dev ## the suite without slow tests, best tier only
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not exhaustive' $(ARGS)
+
+test-exhaustive: setup-dev ## the long searches that the suite leaves out
+	@$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 lint: setup-dev ## ruff (rules and format), shellcheck, hadolint
 	@$(BIN)/ruff check .

@@ -232,6 +232,6 @@ def test_any_history_gives_the_bits_of_a_cold_run(model):
     run_conversations(model, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_histories_give_the_bits_of_a_cold_run(model):
     run_conversations(model, 300)
