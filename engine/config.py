@@ -130,13 +130,24 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """Sizes of the prefix cache in bytes and its place. ram_bytes None: a share of the memory that the model leaves.
+    disk_bytes None: a share of the file system, 0: nothing on disk. directory None: in the user's cache directory.
+    """
+
+    ram_bytes: int | None = None
+    disk_bytes: int | None = None
+    directory: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to run a model.
 
     simd_tier: "auto" or the tier to use. threads None: one per physical core that the process may use.
     compute: "w4a8" multiplies packed weights by 8-bit activations; "f32" unpacks all weights to float32 first (the
     verification path). context_length None: the model's, or less if memory is short. pass_tokens: most tokens that
-    run through a layer at once in prefill.
+    run through a layer at once in prefill. cache None: every prompt is computed from its first token.
     """
 
     simd_tier: str = "auto"
@@ -145,6 +156,7 @@ class EngineConfig:
     context_length: int | None = None
     device: Literal["cpu"] = "cpu"
     pass_tokens: int = 512
+    cache: CacheSettings | None = None
 
     def __post_init__(self) -> None:
         if self.simd_tier not in ("auto", *SIMD_TIERS):

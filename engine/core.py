@@ -6,6 +6,7 @@ A request travels forward as `GenerationRequest` and comes back as a sequence of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -83,6 +84,86 @@ class TokenConstraint(Protocol):
         """Take note of the token that was drawn."""
 
 
+def _no_reply() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How a request uses the prefix cache. Prompts share only within one scope (the tenant) and one salt.
+
+    exact: reuse only what prefill computed, so that logits have the bits of an uncached run. read, write: use what is
+    there; leave snapshots. keep_reply: asked when the generation has ended, whether the next prompt of the
+    conversation will hold it token for token, so that a snapshot behind it pays.
+    """
+
+    scope: bytes = b""
+    salt: bytes = b""
+    exact: bool = False
+    read: bool = True
+    write: bool = True
+    keep_reply: Callable[[], bool] = _no_reply
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the prefix cache did for one prompt. Counts in tokens.
+
+    position: reused; matched: known to the cache; tier: "ram" or "disk", where the snapshot came from; load_s: time
+    to load it; provenance: "prefill" or "decode", how it was computed; miss_reason: why not more was reused.
+    """
+
+    tokens: int
+    matched: int
+    position: int
+    tier: str | None
+    load_s: float
+    provenance: str | None
+    miss_reason: str | None
+
+    @property
+    def recomputed(self) -> int:
+        """Prompt tokens that prefill had to take."""
+        return self.tokens - self.position
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One snapshot in the prefix cache. id: its name for pinning; position: tokens it covers; bytes: what its removal
+    from a tier would free, 0 where it is not; age: requests since it was used."""
+
+    id: str
+    position: int
+    kind: str
+    provenance: str
+    ram_bytes: int
+    disk_bytes: int
+    in_ram: bool
+    on_disk: bool
+    hits: int
+    age: int
+    pinned: bool
+
+
+class CacheControl(Protocol):
+    """The prefix cache as its administration sees it. Callable from any thread. scope None: every tenant's."""
+
+    def entries(self, scope: bytes | None, limit: int) -> Sequence[CacheEntry]:
+        """Snapshots, deepest first."""
+
+    def pin(self, entry_id: str, pinned: bool, scope: bytes | None) -> bool:
+        """Keep a snapshot from eviction, or stop that. False: there is none. RequestError if too much is pinned."""
+
+    def clear(self, scope: bytes | None) -> int:
+        """Delete snapshots in RAM and on disk; how many."""
+
+    def counters(self) -> Mapping[str, int | float | Mapping[str, int]]:
+        """What has happened since the start, by name; some by reason, tier or kind as well."""
+
+    def gauges(self) -> Mapping[str, int | float | str | None]:
+        """Sizes and rates now, by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One generation. max_tokens >= 0 new tokens; stop_token_ids end generation and are reported as the
@@ -99,16 +180,19 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     constraint: TokenConstraint | None = None
     top_logprobs: int | None = None
+    cache: CacheOptions = CacheOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Prefill progress: `processed` of `total` prompt tokens are in the state, `cached` of them were reused."""
+    """Prefill progress: `processed` of `total` prompt tokens are in the state, `cached` of them were reused. cache:
+    the details, None without a prefix cache."""
 
     total: int
     cached: int
     processed: int
     elapsed_s: float
+    cache: CacheReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

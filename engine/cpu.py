@@ -4,12 +4,15 @@ for as long as C may read it."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engine import _simd
 from engine._simd import ffi, lib
 from engine.config import SIMD_TIERS, EngineConfig, LayerType
 from engine.core import Float32Array, Int32Array
@@ -32,6 +35,11 @@ def resolve_tier(name: str) -> str:
     if name not in supported:
         raise ConfigError(f"simd_tier {name!r} cannot run on this processor; supported: {', '.join(supported)}")
     return name
+
+
+def build_digest() -> bytes:
+    """Digest of the compiled kernels: results of two builds may differ in their bits."""
+    return hashlib.blake2b(Path(_simd.__file__).read_bytes(), digest_size=16).digest()
 
 
 class CpuEngine:

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core import FinishReason, Float32Array, GenerationRequest, Progress, Prompt, TokenResult
+from engine.core import CacheControl, FinishReason, Float32Array, GenerationRequest, Progress, TokenResult
 from engine.errors import Cancelled, ContextLengthExceeded, ModelFileError, RequestError
 from engine.model import Model
 from engine.placement import Placement, place
+from engine.reuse import ModelCache, PromptRun, Reuse, cache_bytes, template_markers
 from engine.sampling import Sampler
-from engine.state import SequenceState
 from engine.tokenizer import FILE_NAME as TOKENIZER_NAME
-from engine.tokenizer import read_definition, vocab_size
+from engine.tokenizer import Tokenizer
 from engine.weights import load_weights
 
 _REPORT_INTERVAL_S = 0.1
@@ -29,9 +29,10 @@ class Engine:
     model's rows above it are padding and are never drawn.
     """
 
-    def __init__(self, model: Model, placement: Placement, vocab_size: int) -> None:
+    def __init__(self, model: Model, placement: Placement, vocab_size: int, reuse: Reuse) -> None:
         """Use `load`."""
         self._model = model
+        self._reuse = reuse
         self.model: ModelConfig = model.config
         self.placement = placement
         self.vocab_size = vocab_size
@@ -43,20 +44,34 @@ class Engine:
         The calling thread becomes one of them: generate from it. Raises ModelFileError, ConfigError, OutOfMemory.
         """
         weights = load_weights(path, ModelConfig.load(path))
-        tokens = vocab_size(read_definition(path), path / TOKENIZER_NAME)
+        tokenizer = Tokenizer.load(path)
+        tokens = tokenizer.vocab_size
         if tokens > weights.config.vocab_size:
             raise ModelFileError(
                 f"{path}: the tokenizer has ids up to {tokens - 1}, the model {weights.config.vocab_size} rows"
             )
-        placement = place(weights.config, config, weights.file.nbytes)
-        model = Model(
-            weights,
-            config,
-            threads=placement.threads,
-            cpus=placement.cpus,
-            max_context=placement.context_length,
-        )
-        return Engine(model, placement, tokens)
+        kept_bytes = cache_bytes(weights, config)
+        placement = place(weights.config, config, weights.file.nbytes, kept_bytes)
+        # Before the model: it pins this thread, and threads that start later would share the one processor.
+        cache = ModelCache(weights, config, kept_bytes) if kept_bytes else None
+        reuse = Reuse(template_markers(tokenizer), config.pass_tokens, cache)
+        try:
+            model = Model(
+                weights,
+                config,
+                threads=placement.threads,
+                cpus=placement.cpus,
+                max_context=placement.context_length,
+            )
+        except BaseException:
+            reuse.close()
+            raise
+        return Engine(model, placement, tokens, reuse)
+
+    @property
+    def cache(self) -> CacheControl | None:
+        """The prefix cache's administration, None if there is no cache."""
+        return self._reuse.cache
 
     @property
     def context_length(self) -> int:
@@ -91,24 +106,35 @@ class Engine:
             constraint=request.constraint,
             top_logprobs=request.top_logprobs,
         )
-        state = self._model.new_state()
-        logits = yield from self._prefill(state, request.prompt, cancelled)
-        for count in range(1, request.max_tokens + 1):
-            token, logprobs = sampler.choose(logits[: self.vocab_size])
-            reason = None
-            if token in request.stop_token_ids:
-                reason = FinishReason.STOP
-            elif count == request.max_tokens:
-                reason = FinishReason.LENGTH
-            yield TokenResult(token, reason, logprobs)
-            if reason is not None:
-                return
-            if cancelled():
-                raise Cancelled("the request was withdrawn")
-            logits = self._model.decode(state, token)
+        run = self._reuse.begin(request.prompt, self._model.new_state(), request.cache)
+        generated: list[int] = []
+        try:
+            logits = yield from self._prefill(run, request, cancelled)
+            for count in range(1, request.max_tokens + 1):
+                token, logprobs = sampler.choose(logits[: self.vocab_size])
+                reason = None
+                if token in request.stop_token_ids:
+                    reason = FinishReason.STOP
+                elif count == request.max_tokens:
+                    reason = FinishReason.LENGTH
+                try:
+                    yield TokenResult(token, reason, logprobs)
+                except GeneratorExit:
+                    run.ended(generated)
+                    raise
+                if reason is not None:
+                    run.ended(generated)
+                    return
+                if cancelled():
+                    raise Cancelled("the request was withdrawn")
+                logits = self._model.decode(run.state, token)
+                generated.append(token)
+        finally:
+            run.close()
 
     def close(self) -> None:
-        """Free scratch memory and threads. Idempotent."""
+        """Write what the prefix cache has for the disk; free scratch memory and threads. Idempotent."""
+        self._reuse.close()
         self._model.close()
 
     def __enter__(self) -> Engine:
@@ -120,25 +146,37 @@ class Engine:
         self.close()
 
     def _prefill(
-        self, state: SequenceState, prompt: Prompt, cancelled: Callable[[], bool]
+        self, run: PromptRun, request: GenerationRequest, cancelled: Callable[[], bool]
     ) -> Generator[Progress | TokenResult, None, Float32Array]:
-        """Take the whole prompt into the state; returns the logits behind it."""
-        total, start = len(prompt.token_ids), time.monotonic()
-        yield Progress(total, 0, 0, 0.0)
+        """Take what is missing of the prompt into the state, segment by segment; returns the logits behind it."""
+        ids = request.prompt.token_ids
+        total, start = len(ids), time.monotonic()
+        yield Progress(total, run.resumed, run.resumed, 0.0, run.report)
         told = start
-        steps = self._model.prefill_steps(state, prompt.token_ids)
-        while True:
-            if cancelled():
-                raise Cancelled("the request was withdrawn")
-            try:
-                processed = next(steps)
-            except StopIteration as end:
-                logits: Float32Array = end.value
-                return logits
-            now = time.monotonic()
-            if processed == total or now - told >= _REPORT_INTERVAL_S:
-                told = now
-                yield Progress(total, 0, processed, now - start)
+        row = 0
+        for stop in run.stops:
+            begin = run.state.position
+            steps = self._model.advance_steps(run.state, ids[begin:stop])
+            while True:
+                if cancelled():
+                    run.cancelled()
+                    raise Cancelled("the request was withdrawn")
+                try:
+                    processed = begin + next(steps)
+                except StopIteration as end:
+                    row = end.value
+                    break
+                now = time.monotonic()
+                if processed == total:
+                    continue
+                if now - told >= _REPORT_INTERVAL_S:
+                    told = now
+                    yield Progress(total, run.resumed, processed, now - start, run.report)
+            run.reached(begin)
+        elapsed = time.monotonic() - start
+        run.measured(elapsed)
+        yield Progress(total, run.resumed, total, elapsed, run.report)
+        return self._model.cpu.logits(row)
 
     def _check(self, request: GenerationRequest) -> None:
         ids = request.prompt.token_ids

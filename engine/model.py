@@ -62,7 +62,18 @@ class Model:
         positions: Int32Array | None = None,
         embeddings: Sequence[tuple[int, Float32Array]] = (),
     ) -> Generator[int, None, Float32Array]:
-        """Append a segment of at least one token; returns float32 [vocab] logits at its last token.
+        """`advance_steps`, and then float32 [vocab] logits at the last token."""
+        last = yield from self.advance_steps(state, token_ids, positions, embeddings)
+        return self.cpu.logits(last)
+
+    def advance_steps(
+        self,
+        state: SequenceState,
+        token_ids: Int32Array,
+        positions: Int32Array | None = None,
+        embeddings: Sequence[tuple[int, Float32Array]] = (),
+    ) -> Generator[int, None, int]:
+        """Append a segment of at least one token; returns the row of its last token in its last pass.
 
         Yields after each layer how far the segment is, in tokens. If the generator is left early the state must be
         dropped. positions: int32 [n, 3], by default those of text behind the state. embeddings: (index in the segment,
@@ -82,7 +93,7 @@ class Model:
                 if layer == layers - 1:
                     state.position += size
                 yield begin + size * (layer + 1) // layers
-        return self.cpu.logits(size - 1)
+        return size - 1
 
     def _replace_embeddings(self, embeddings: Sequence[tuple[int, Float32Array]], begin: int, size: int) -> None:
         for start, rows in embeddings:

@@ -30,13 +30,12 @@ class Placement:
     kv_bytes_per_token: int
 
 
-def place(model: ModelConfig, config: EngineConfig, weights_bytes: int) -> Placement:
-    """Decide for one sequence at a time. OutOfMemory if the context asked for does not fit, or none does."""
+def place(model: ModelConfig, config: EngineConfig, weights_bytes: int, cache_bytes: int = 0) -> Placement:
+    """Decide for one sequence at a time. cache_bytes: memory that the prefix cache will fill. OutOfMemory if the
+    context asked for does not fit, or none does."""
     threads, cpus = choose_threads(config.threads)
-    kv_f32 = config.compute == "f32"
-    per_page = page_bytes(model, kv_f32)
-    unpacked = weights_bytes * 64 // 9 if kv_f32 and model.quantized else 0  # 32 bits for every 4.5
-    fixed = weights_bytes + unpacked + recurrent_bytes(model)
+    per_page = page_bytes(model, config.compute == "f32")
+    fixed = _fixed_bytes(model, config, weights_bytes) + cache_bytes
     free = available_bytes()
     budget = int(free * (1 - _SPARE_SHARE)) - fixed
     wanted = config.context_length if config.context_length is not None else model.max_position_embeddings
@@ -54,6 +53,17 @@ def place(model: ModelConfig, config: EngineConfig, weights_bytes: int) -> Place
         recurrent_bytes=recurrent_bytes(model),
         kv_bytes_per_token=per_page // PAGE_TOKENS,
     )
+
+
+def spare_bytes(model: ModelConfig, config: EngineConfig, weights_bytes: int) -> int:
+    """Memory beside the weights and one sequence without context: what contexts and the prefix cache share."""
+    free = int(available_bytes() * (1 - _SPARE_SHARE))
+    return max(0, free - _fixed_bytes(model, config, weights_bytes))
+
+
+def _fixed_bytes(model: ModelConfig, config: EngineConfig, weights_bytes: int) -> int:
+    unpacked = weights_bytes * 64 // 9 if config.compute == "f32" and model.quantized else 0  # 32 bits for every 4.5
+    return weights_bytes + unpacked + recurrent_bytes(model)
 
 
 def choose_threads(wanted: int | None) -> tuple[int, tuple[int, ...] | None]:

@@ -61,11 +61,24 @@ class SequenceState:
     def reserve(self, tokens: int) -> None:
         """Make room for the keys and values of `tokens` tokens in all."""
         while len(self.pages) * PAGE_TOKENS < tokens:
-            if len(self.pages) == len(self._addresses):
-                self._addresses = np.concatenate([self._addresses, np.empty_like(self._addresses)])
-            page = _aligned((self.page_bytes,), np.uint8)
-            self._addresses[len(self.pages)] = page.ctypes.data
-            self.pages.append(page)
+            self._append(_aligned((self.page_bytes,), np.uint8))
+
+    def adopt(self, pages: Iterable[UInt8Array], tail: UInt8Array | None) -> None:
+        """Begin an empty sequence's keys and values with those of another: full `pages`, which are used in place and
+        never written, and the partly filled `tail` behind them, which is copied. uint8 [page_bytes] each. The caller
+        keeps the pages' memory as it is for as long as the sequence runs."""
+        assert not self.pages, "only an empty sequence can adopt pages"
+        for page in pages:
+            self._append(page)
+        if tail is not None:
+            self.reserve((len(self.pages) + 1) * PAGE_TOKENS)
+            np.copyto(self.pages[-1], tail)
+
+    def _append(self, page: UInt8Array) -> None:
+        if len(self.pages) == len(self._addresses):
+            self._addresses = np.concatenate([self._addresses, np.empty_like(self._addresses)])
+        self._addresses[len(self.pages)] = page.ctypes.data
+        self.pages.append(page)
 
     @property
     def page_addresses(self) -> npt.NDArray[np.uintp]:

@@ -1,0 +1,356 @@
+"""The prefix cache in front of the model: what a prompt need not compute, and what it leaves behind for the next.
+
+Joins the cache, which knows no model, with states and tokens. Every prefill is cut here, with a cache or without, so
+that both have the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engine.config import CacheSettings, EngineConfig
+from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt, UInt8Array
+from engine.cpu import build_digest, resolve_tier
+from engine.errors import ConfigError, RequestError
+from engine.placement import spare_bytes
+from engine.state import SequenceState, page_bytes, recurrent_bytes
+from engine.tokenizer import Tokenizer
+from engine.weights import Weights
+from prefix_cache import (
+    PAGE_TOKENS,
+    CacheConfig,
+    CacheError,
+    Cuts,
+    DiskConfig,
+    FolderInfo,
+    Geometry,
+    Kind,
+    Lease,
+    Markers,
+    MediaSpan,
+    Namespace,
+    Outcome,
+    PrefixCache,
+    PromptKey,
+    SnapshotInfo,
+    canonical_cuts,
+    clear_directory,
+    default_directory,
+    default_disk_bytes,
+    default_ram_bytes,
+    fingerprint,
+    list_directory,
+    plan,
+)
+
+log = logging.getLogger("fermion.cache")
+
+# The matrix products of a token do not depend on its neighbours, and the delta rule works in chunks of 64 from the
+# start of a segment: a state is exact at every 64th token behind a cut.
+_CUTS = Cuts.GRID
+# By default the cache takes at most this part of the memory that weights leave: contexts need the rest.
+_MEMORY_SHARE = 0.25
+_LEAST_SNAPSHOTS = 2
+
+
+def template_markers(tokenizer: Tokenizer) -> Markers | None:
+    """The tokens that open a turn. None: the vocabulary has no turns."""
+    start = tokenizer.added_tokens.get("<|im_start|>")
+    newline = tokenizer.encode("\n", allow_special=False)
+    assistant = tokenizer.encode("assistant", allow_special=False)
+    return None if start is None or len(newline) != 1 else Markers(start, newline[0], assistant[0])
+
+
+def cache_bytes(weights: Weights, config: EngineConfig) -> int:
+    """RAM that the prefix cache of a model will take; 0: none is wanted, or memory is too short for one."""
+    if config.cache is None:
+        return 0
+    if config.cache.ram_bytes is not None:
+        return config.cache.ram_bytes
+    spare = spare_bytes(weights.config, config, weights.file.nbytes)
+    size = min(default_ram_bytes(), int(spare * _MEMORY_SHARE))
+    if size < _LEAST_SNAPSHOTS * (recurrent_bytes(weights.config) + page_bytes(weights.config, _kv_f32(config))):
+        log.warning("Memory is too short for a prefix cache; every prompt will be computed from its first token.")
+        return 0
+    return size
+
+
+def _kv_f32(config: EngineConfig) -> bool:
+    return config.compute == "f32"
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Everything about prompts that outlives one. markers: where turns begin. pass_tokens: most tokens of one pass.
+    cache None: nothing is kept."""
+
+    markers: Markers | None
+    pass_tokens: int
+    cache: ModelCache | None
+
+    def begin(self, prompt: Prompt, state: SequenceState, options: CacheOptions) -> PromptRun:
+        """A run of `prompt` in the empty `state`, which may thereby get as far as the cache reaches."""
+        return PromptRun(self, prompt, state, options)
+
+    def close(self) -> None:
+        """Write what waits for the disk. Idempotent."""
+        if self.cache is not None:
+            self.cache.close()
+
+
+class ModelCache:
+    """The prefix cache of one loaded model. Its public methods are `engine.core.CacheControl`."""
+
+    def __init__(self, weights: Weights, config: EngineConfig, ram_bytes: int) -> None:
+        """Opens the disk tier and starts the thread that writes to it: on whatever processors the caller may use.
+
+        config.cache is set. ConfigError if ram_bytes cannot hold one snapshot.
+        """
+        assert config.cache is not None
+        geometry = Geometry(page_bytes(weights.config, _kv_f32(config)), recurrent_bytes(weights.config))
+        disk = _disk(config.cache)
+        try:
+            settings = CacheConfig(ram_bytes, disk, _CUTS)
+            self.prefix = PrefixCache(settings, _fingerprint(weights, config), geometry)
+        except CacheError as error:
+            raise ConfigError(f"the prefix cache cannot work with {ram_bytes} bytes of memory: {error}") from None
+        self.prefix.start()
+        place = "nothing on disk" if disk is None else f"{_size(disk.capacity_bytes)} in {disk.directory}"
+        log.info("Prefix cache: %s of memory, %s.", _size(ram_bytes), place)
+
+    def namespace(self, options: CacheOptions) -> Namespace:
+        """Where a request's prompts belong."""
+        return Namespace(self.prefix.fingerprint, options.scope, options.salt)
+
+    def entries(self, scope: bytes | None, limit: int) -> list[CacheEntry]:
+        """See CacheControl."""
+        return [_entry(info) for info in self.prefix.inspect(scope_tag=self._tag(scope), limit=limit)]
+
+    def pin(self, entry_id: str, pinned: bool, scope: bytes | None) -> bool:
+        """See CacheControl."""
+        try:
+            return self.prefix.pin(entry_id, pinned, scope_tag=self._tag(scope))
+        except CacheError as error:
+            raise RequestError(f"The snapshot cannot be pinned: {error}.", param="id", code="pin_limit") from None
+
+    def clear(self, scope: bytes | None) -> int:
+        """See CacheControl."""
+        return self.prefix.clear(scope_tag=self._tag(scope))
+
+    def counters(self) -> Mapping[str, int | float | Mapping[str, int]]:
+        """See CacheControl."""
+        return self.prefix.stats.as_dict()
+
+    def gauges(self) -> Mapping[str, int | float | str | None]:
+        """See CacheControl."""
+        return self.prefix.gauges()
+
+    def close(self) -> None:
+        """Write what waits for the disk. Idempotent."""
+        self.prefix.close()
+
+    def _tag(self, scope: bytes | None) -> bytes | None:
+        return None if scope is None else Namespace(self.prefix.fingerprint, scope).scope_tag()
+
+
+class PromptRun:
+    """One prompt on its way into a state.
+
+    state: stands at the resume point. report: what the cache gave. stops: ascending positions up to the prompt's end;
+    each stretch between two is one segment, and `reached` must be called behind it.
+    """
+
+    def __init__(self, reuse: Reuse, prompt: Prompt, state: SequenceState, options: CacheOptions) -> None:
+        """Use `Reuse.begin`."""
+        self.state = state
+        self.report: CacheReport | None = None
+        self._cache = None if reuse.cache is None else reuse.cache.prefix
+        self._options = options
+        self._lease: Lease | None = None
+        self._exact_tokens = 0
+        self._saved: _Saved | None = None
+        self._last_kept = 0
+        media = [MediaSpan(image.start, image.count, image.digest) for image in prompt.images]
+        namespace = Namespace(bytes(32)) if reuse.cache is None else reuse.cache.namespace(options)
+        self._key = PromptKey(namespace, prompt.token_ids, media)
+        cuts = canonical_cuts(self._key.token_ids, reuse.markers, self._key.media)
+        self._kinds: dict[int, Kind] = {}
+        if self._cache is not None:
+            outcome, self._lease = self._cache.acquire(self._key, exact=options.exact, read=options.read)
+            self.report = _report(outcome)
+            if self._lease is not None:
+                self._adopt(self._lease)
+            if options.write:
+                placements = plan(
+                    self._key.tokens,
+                    prompt.boundaries,
+                    cuts,
+                    _CUTS,
+                    resume=state.position,
+                    matched=outcome.matched,
+                )
+                self._kinds = {placement.position: placement.kind for placement in placements}
+        self.resumed = state.position
+        self.stops = _stops(self.resumed, self._key.tokens, {*cuts, *self._kinds}, reuse.pass_tokens)
+
+    def _adopt(self, lease: Lease) -> None:
+        state = self.state
+        lease.restore([state.conv, state.ssm])
+        state.adopt(lease.pages, lease.tail)
+        state.position, state.rope_delta = lease.position, lease.rope_delta
+        self._exact_tokens = lease.exact_tokens
+        self._last_kept = lease.position
+
+    def reached(self, start: int) -> None:
+        """The state has come from `start` to its position, one of `stops`, in one segment."""
+        position = self.state.position
+        if self._exact_tokens == start:
+            self._exact_tokens = position
+        if position in self._kinds:
+            self._store(self._key, self._kinds[position])
+            self._saved, self._last_kept = None, position
+        elif position == self._key.tokens:
+            self._saved = None
+        elif self._cache is not None and self._options.write and position - self._last_kept >= PAGE_TOKENS:
+            self._saved = _Saved.of(self.state, self._exact_tokens, self._saved)
+            self._last_kept = position
+
+    def cancelled(self) -> None:
+        """Prefill was given up in the middle of a segment: keep how far the one before it came. The state is void
+        afterwards."""
+        if self._saved is not None:
+            self._exact_tokens = self._saved.restore(self.state)
+            self._store(self._key, Kind.CANCEL)
+
+    def ended(self, generated: Sequence[int]) -> None:
+        """The tokens of the answer, as far as they are in the state: keep them if the conversation will."""
+        count = self.state.position - self._key.tokens
+        if self._cache is not None and self._options.write and count > 0 and self._options.keep_reply():
+            self._store(self._key.extended(generated[:count]), Kind.REPLY)
+
+    def measured(self, seconds: float) -> None:
+        """How long the prompt took from the resume point to its end."""
+        if self._cache is not None:
+            self._cache.observe_prefill(self._key.tokens - self.resumed, seconds)
+
+    def close(self) -> None:
+        """Let the cache reuse the memory that the state borrowed. The state must not be used any more."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def _store(self, key: PromptKey, kind: Kind) -> None:
+        assert self._cache is not None
+        self._cache.store(key, self.state, kind, self.state.position, self._exact_tokens)
+
+
+@dataclass(slots=True)
+class _Saved:
+    """A copy of what a segment overwrites: keys and values are only ever appended."""
+
+    position: int
+    exact_tokens: int
+    recurrent: list[UInt8Array]
+
+    @classmethod
+    def of(cls, state: SequenceState, exact_tokens: int, old: _Saved | None) -> _Saved:
+        """`state` now, in the memory of `old` if there is one."""
+        recurrent = [np.empty_like(array) for array in state.recurrent()] if old is None else old.recurrent
+        for copy, array in zip(recurrent, state.recurrent(), strict=True):
+            np.copyto(copy, array)
+        return cls(state.position, exact_tokens, recurrent)
+
+    def restore(self, state: SequenceState) -> int:
+        """Take `state` back to here; its exact tokens."""
+        for copy, array in zip(self.recurrent, state.recurrent(), strict=True):
+            np.copyto(array, copy)
+        state.position = self.position
+        return self.exact_tokens
+
+
+def _stops(start: int, end: int, wanted: set[int], pass_tokens: int) -> tuple[int, ...]:
+    """`wanted` positions in (start, end], the end, and what it takes that no stretch is longer than a pass. A stretch
+    is divided on the grid of its start, where it may be divided without effect on any bit."""
+    stops: list[int] = []
+    for stop in sorted({position for position in wanted if start < position < end} | {end}):
+        stops.extend(range(start + pass_tokens, stop, pass_tokens))
+        stops.append(stop)
+        start = stop
+    return tuple(stops)
+
+
+def _fingerprint(weights: Weights, config: EngineConfig) -> bytes:
+    """Everything but tokens that decides the bits of a state."""
+    return fingerprint(
+        {
+            "weights": weights.file.sampled_digest(),
+            "model": repr(weights.config),
+            "compute": config.compute,
+            "tier": resolve_tier(config.simd_tier),
+            "kv": "float32" if _kv_f32(config) else "float16",
+            "kernels": build_digest(),
+        }
+    )
+
+
+def _disk(settings: CacheSettings) -> DiskConfig | None:
+    directory = settings.directory or default_directory()
+    size = default_disk_bytes(directory) if settings.disk_bytes is None else settings.disk_bytes
+    return DiskConfig(directory, size) if size > 0 else None
+
+
+def _report(outcome: Outcome) -> CacheReport:
+    return CacheReport(
+        tokens=outcome.tokens,
+        matched=outcome.matched,
+        position=outcome.position,
+        tier=None if outcome.tier is None else outcome.tier.value,
+        load_s=outcome.load_s,
+        provenance=None if outcome.provenance is None else outcome.provenance.name.lower(),
+        miss_reason=None if outcome.miss_reason is None else outcome.miss_reason.value,
+    )
+
+
+def _entry(info: SnapshotInfo) -> CacheEntry:
+    return CacheEntry(
+        id=info.id,
+        position=info.position,
+        kind=info.kind,
+        provenance=info.provenance,
+        ram_bytes=info.ram_bytes,
+        disk_bytes=info.disk_bytes,
+        in_ram=info.in_ram,
+        on_disk=info.on_disk,
+        hits=info.hits,
+        age=info.age,
+        pinned=info.pinned,
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+# ---- the folders of all models, without one loaded ----
+
+
+def list_folders(directory: Path | None) -> tuple[Path, list[FolderInfo]]:
+    """The cache directory (None: the user's) and what each model has in it. ConfigError if it cannot be read."""
+    place = directory or default_directory()
+    try:
+        return place, list_directory(place)
+    except OSError as error:
+        raise ConfigError(f"cache directory {place}: {error.strerror}") from error
+
+
+def clear_folders(directory: Path | None) -> tuple[int, list[str]]:
+    """Delete all models' folders that no process uses: (bytes freed, folders left). ConfigError as above."""
+    place = directory or default_directory()
+    try:
+        return clear_directory(place)
+    except OSError as error:
+        raise ConfigError(f"cache directory {place}: {error.strerror}") from error
