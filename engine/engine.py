@@ -14,7 +14,6 @@ from engine.model import Model
 from engine.placement import Placement, place
 from engine.reuse import ModelCache, PromptRun, Reuse, cache_bytes, template_markers
 from engine.sampling import Sampler
-from engine.tokenizer import FILE_NAME as TOKENIZER_NAME
 from engine.tokenizer import Tokenizer
 from engine.weights import load_weights
 
@@ -176,7 +175,7 @@ class Engine:
         elapsed = time.monotonic() - start
         run.measured(elapsed)
         yield Progress(total, run.resumed, total, elapsed, run.report)
-        return self._model.cpu.logits(row)
+        return self._model.logits(row)
 
     def _check(self, request: GenerationRequest) -> None:
         ids = request.prompt.token_ids

@@ -64,7 +64,7 @@ class Model:
     ) -> Generator[int, None, Float32Array]:
         """`advance_steps`, and then float32 [vocab] logits at the last token."""
         last = yield from self.advance_steps(state, token_ids, positions, embeddings)
-        return self.cpu.logits(last)
+        return self.logits(last)
 
     def advance_steps(
         self,
@@ -100,6 +100,10 @@ class Model:
             first, last = max(start, begin), min(start + len(rows), begin + size)
             if first < last:
                 self.cpu.hidden[first - begin : last - begin] = rows[first - start : last - start]
+
+    def logits(self, row: int) -> Float32Array:
+        """float32 [vocab] at token `row` of the last pass."""
+        return self.cpu.logits(row)
 
     def decode(self, state: SequenceState, token_id: int) -> Float32Array:
         """Append one generated token; float32 [vocab] logits for the next."""

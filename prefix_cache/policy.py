@@ -173,7 +173,7 @@ _RANK = {
 
 def _merge(points: list[int]) -> list[int]:
     """Of boundaries a few tokens apart (a message's end, the next header's end) the last."""
-    return [p for p, following in zip(points, [*points[1:], math.inf], strict=False) if following - p > _SAME_PLACE]
+    return [p for p, following in zip(points, [*points[1:], math.inf], strict=False) if following - p > _HEADER_TOKENS]
 
 
 def _cut_behind(position: int, cuts: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.tokenizer import Tokenizer
+from server.cache_routes import CacheList, CachePin, CacheWarm
 from server.completions import Completions
 from server.config import ServerConfig
 from server.errors import ApiError
@@ -85,6 +86,11 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             ("GET", "/v1/models/", ModelEntry(service)),
             ("GET", "/v1/requests/", RequestState(service)),
             ("DELETE", "/v1/requests/", RequestState(service)),
+            ("GET", "/v1/cache", CacheList(service)),
+            ("DELETE", "/v1/cache", CacheList(service)),
+            ("POST", "/v1/cache/warm", CacheWarm(service)),
+            ("POST", "/v1/cache/pin", CachePin(service, pinned=True)),
+            ("POST", "/v1/cache/unpin", CachePin(service, pinned=False)),
             ("POST", "/tokenize", Tokenize(service)),
             ("POST", "/detokenize", Detokenize(service)),
             ("POST", "/apply-template", ApplyTemplate(service)),

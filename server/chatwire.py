@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core import Progress, TokenLogprobs
+from engine.core import CacheReport, Progress, TokenLogprobs
 from server import sse
 from server.errors import to_api_error
 from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started
@@ -35,16 +35,35 @@ class UsageCount:
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    cache: CacheReport | None = None
 
     def add(self, finished: ChoiceFinished) -> None:
         self.completion_tokens += finished.completion_tokens
         self.reasoning_tokens += finished.reasoning_tokens
         if finished.index == 0:
             self.cached_tokens = finished.cached_tokens
+            self.cache = finished.cache
 
     def reset(self) -> None:
         """Forget what was generated."""
         self.completion_tokens = self.reasoning_tokens = self.cached_tokens = 0
+        self.cache = None
+
+    def extension(self) -> dict[str, Any]:
+        """Our own part of an answer: `fermion.cache` says what the prefix cache did, and why it did not do more."""
+        report = self.cache
+        if report is None:
+            return {}
+        cache = {
+            "hit_position": report.position,
+            "matched": report.matched,
+            "recomputed": report.recomputed,
+            "tier": report.tier,
+            "load_ms": round(report.load_s * 1000, 3),
+            "provenance": report.provenance,
+            "miss_reason": report.miss_reason,
+        }
+        return {"fermion": {"cache": cache}}
 
     def wire(self) -> dict[str, Any]:
         """The `usage` object."""
@@ -90,7 +109,9 @@ class ChatStream:
                 self._usage.add(event)
                 return self._choice(event.index, {}, event.reason)
             case Finished():
-                usage = self._event([], usage=self._usage.wire()) if self._include_usage else b""
+                usage = b""
+                if self._include_usage:
+                    usage = self._event([], usage=self._usage.wire(), **self._usage.extension())
                 return usage + sse.DONE
             case Restarted():
                 raise AssertionError("a stream cannot start anew")
@@ -206,6 +227,7 @@ class ChatAnswer:
                 for index, choice in enumerate(self._choices)
             ],
             "usage": self._usage.wire(),
+            **self._usage.extension(),
         }
 
 

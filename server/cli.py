@@ -29,10 +29,13 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure speed; make synthetic models to measure on.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+cache = typer.Typer(help="What the prefix cache has on disk.", no_args_is_help=True)
+app.add_typer(cache, name="cache")
 
 _ENGINE = "Engine"
 _LIMITS = "Limits"
 _ACCESS = "Access"
+_CACHE = "Prefix cache"
 
 Model = Annotated[
     Path | None, typer.Argument(help="Checkpoint directory; the built-in demo model if not given.", show_default=False)
@@ -130,6 +133,39 @@ def serve(
     threads: Threads = None,
     compute: Compute = None,
     context_length: ContextLength = None,
+    cache_ram: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the prefix cache, like 512M or 4G. (default: an eighth of the machine's, less if short)",
+            rich_help_panel=_CACHE,
+            show_default=False,
+        ),
+    ] = None,
+    cache_disk: Annotated[
+        str | None,
+        typer.Option(
+            help="Disk space of the prefix cache, like 20G; 0: none. (default: a tenth of the file system)",
+            rich_help_panel=_CACHE,
+            show_default=False,
+        ),
+    ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the prefix cache. (default: fermion/prefix in the user's cache directory)",
+            rich_help_panel=_CACHE,
+            show_default=False,
+        ),
+    ] = None,
+    no_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--no-cache",
+            help="Compute every prompt from its first token.",
+            rich_help_panel=_CACHE,
+            show_default=False,
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -381,6 +417,63 @@ def make_synthetic(
             text_files=DEMO_CHECKPOINT,
         )
         typer.echo(f"wrote {directory}")
+
+
+CacheDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir", help="Directory, if it is not the one that settings and environment name.", show_default=False
+    ),
+]
+
+
+@cache.command("list")
+def list_cache(cache_dir: CacheDirectory = None, as_json: AsJson = False) -> None:
+    """Show what each model has on disk. A folder belongs to one checkpoint, processor tier and build."""
+    with _exit_codes():
+        from dataclasses import asdict
+        from datetime import datetime
+
+        from engine.reuse import list_folders
+
+        place, folders = list_folders(_cache_directory(cache_dir))
+        if as_json:
+            typer.echo(json.dumps({"directory": str(place), "folders": [asdict(folder) for folder in folders]}))
+            return
+        typer.echo(f"{place}: {len(folders)} models")
+        for folder in folders:
+            used = datetime.fromtimestamp(folder.used_at).strftime("%Y-%m-%d %H:%M") if folder.used_at else "?"
+            state = "in use" if folder.in_use else f"last used {used}"
+            typer.echo(
+                f"{folder.fingerprint[:16]}  {folder.snapshots:6} snapshots  {folder.nbytes / 2**20:10.1f} MiB  {state}"
+            )
+
+
+@cache.command("size")
+def size_cache(cache_dir: CacheDirectory = None) -> None:
+    """Print the bytes that the cache takes on disk, all models together."""
+    with _exit_codes():
+        from engine.reuse import list_folders
+
+        typer.echo(sum(folder.nbytes for folder in list_folders(_cache_directory(cache_dir))[1]))
+
+
+@cache.command("clear")
+def clear_cache(cache_dir: CacheDirectory = None) -> None:
+    """Delete what is on disk, except folders that a running server writes (use DELETE /v1/cache there)."""
+    with _exit_codes():
+        from engine.reuse import clear_folders
+
+        freed, kept = clear_folders(_cache_directory(cache_dir))
+        typer.echo(f"freed {freed / 2**20:.1f} MiB")
+        if kept:
+            raise ConfigError(f"in use and kept: {', '.join(name[:16] for name in kept)}")
+
+
+def _cache_directory(given: Path | None) -> Path | None:
+    from server.config import load_settings
+
+    return load_settings({"cache_dir": given}).cache_dir
 
 
 def _engine_settings(

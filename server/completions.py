@@ -37,7 +37,7 @@ from server.prompt import stop_strings
 from server.routes import Service
 from server.schema import CompletionRequest
 from server.textstream import TextDelta, TextStream
-from server.transport import read_body, record_of
+from server.transport import read_body, record_of, tenant_of
 
 _DEFAULT_MAX_TOKENS = 16
 _MAX_CHOICES = 128
@@ -62,7 +62,7 @@ class Completions:
         service = self._service
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
-        prepared = await asyncio.to_thread(self._prepare, body, record.request_id)
+        prepared = await asyncio.to_thread(self._prepare, body, record.request_id, tenant_of(scope))
         job = service.job(scope, prepared.work, body)
         head = AnswerHead(f"cmpl-{record.request_id}", int(time.time()), service.model, len(prepared.echoes))
         usage = UsageCount(prepared.work.prompt_tokens)
@@ -73,7 +73,7 @@ class Completions:
             answer = _TextAnswer(head, usage, prepared, service.tokens)
             await answering.whole(service.worker, job, answer, record, receive, send, service.keep_alive_s)
 
-    def _prepare(self, body: bytes, request_id: str) -> PreparedCompletion:
+    def _prepare(self, body: bytes, request_id: str, tenant: bytes) -> PreparedCompletion:
         service = self._service
         request = service.check(CompletionRequest, body)
         if request.suffix:
@@ -91,12 +91,14 @@ class Completions:
         for ids in prompts:
             generation = service.prompts.generation_request(
                 request,
-                Prompt(np.asarray(ids, np.int32)),
+                # No turns are known in raw text. It is likely to come again as a whole.
+                Prompt(np.asarray(ids, np.int32), (len(ids) - 1,) if len(ids) > 1 else ()),
                 request_id=request_id,
                 max_tokens=limit,
                 context_length=service.worker.context_length,
                 param="prompt",
                 top_logprobs=request.logprobs,
+                tenant=tenant,
             )
             echo = b"".join(map(service.tokens.raw, ids)).decode("utf-8", "ignore") if request.echo else ""
             for index in range(per_prompt):
@@ -153,7 +155,9 @@ class _TextChunks:
                 self._usage.add(event)
                 return self._choice(event.index, "", reason=event.reason)
             case Finished():
-                usage = self._event([], usage=self._usage.wire()) if self._prepared.request.include_usage else b""
+                usage = b""
+                if self._prepared.request.include_usage:
+                    usage = self._event([], usage=self._usage.wire(), **self._usage.extension())
                 return usage + sse.DONE
             case Failed():
                 return sse.error_event(to_api_error(event.error))
@@ -221,6 +225,7 @@ class _TextAnswer:
                 for index, text in enumerate(self._texts)
             ],
             "usage": self._usage.wire(),
+            **self._usage.extension(),
         }
 
 

@@ -8,6 +8,7 @@ the file over the defaults. Nothing else in the project reads the environment or
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 import tomllib
@@ -17,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -26,7 +27,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from engine.config import EngineConfig
+from engine.config import CacheSettings, EngineConfig
 from engine.errors import ConfigError
 
 ENV_PREFIX = "FERMION_"
@@ -36,6 +37,24 @@ DEMO_CHECKPOINT = Path(__file__).parent.parent / "engine" / "demo" / "checkpoint
 SimdTier = Literal["auto", "scalar", "ssse3", "avx2", "avx512"]
 Compute = Literal["w4a8", "f32"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def _byte_count(value: Any) -> Any:
+    """`512M`, `4GiB` or `0` as bytes. A bare number could mean anything, so it is refused."""
+    if value is None:
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(?:i?B)?", str(value).strip(), re.IGNORECASE)
+    if match is None:
+        if str(value).strip() == "0":
+            return 0
+        raise ValueError("expected a size with its unit, like 512M or 4G")
+    return int(float(match[1]) * 2 ** _UNITS[match[2].upper()])
+
+
+ByteCount = Annotated[int, BeforeValidator(_byte_count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +104,11 @@ class Settings(BaseSettings):
     compute: Compute = "w4a8"
     context_length: Annotated[int | None, Field(ge=64)] = None
 
+    cache_ram: Annotated[ByteCount | None, Field(gt=0)] = None
+    cache_disk: ByteCount | None = None
+    cache_dir: Path | None = None
+    no_cache: bool = False
+
     @field_validator("cors_origins", mode="before")
     @classmethod
     def _split_origins(cls, value: Any) -> Any:
@@ -125,6 +149,7 @@ class Settings(BaseSettings):
             threads=self.threads,
             compute=self.compute,
             context_length=self.context_length,
+            cache=None if self.no_cache else CacheSettings(self.cache_ram, self.cache_disk, self.cache_dir),
         )
 
     def default_model_name(self) -> str:
@@ -170,7 +195,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         if key not in Settings.model_fields:
             raise ConfigError(f"settings file {path}: unknown key {key!r}.{_suggestion(key)}")
     # A relative path in a file means relative to that file, wherever the server is started.
-    for key in ("model", "api_key_file"):
+    for key in ("model", "api_key_file", "cache_dir"):
         if isinstance(values.get(key), str):
             values[key] = path.parent / Path(values[key]).expanduser()
     return values

@@ -14,7 +14,7 @@ from server.constraint import AnswerConstraint
 from server.errors import invalid, unsupported
 from server.grammar import Grammar, GrammarCompiler
 from server.job import BACKGROUND_PRIORITY, Choice, Work
-from server.prompt import THINK_END, PromptBuilder, output_limit, stop_strings
+from server.prompt import THINK_END, PromptBuilder, keeps_thoughts, output_limit, stop_strings
 from server.schema import (
     ChatCompletionRequest,
     NamedToolChoice,
@@ -54,8 +54,9 @@ class ChoiceBuilder:
             call_end=tokenizer.encode(CALL_END, allow_special=True),
         )
 
-    def chat(self, request: ChatCompletionRequest, request_id: str, context_length: int) -> Work:
-        """The work of a chat request. Raises ApiError or RequestError for whatever cannot be served."""
+    def chat(self, request: ChatCompletionRequest, request_id: str, context_length: int, tenant: bytes = b"") -> Work:
+        """The work of a chat request. tenant: whose cached prompts may be used. Raises ApiError or RequestError for
+        whatever cannot be served."""
         stops = stop_strings(request.stop)
         chat = self._prompts.chat(request)
         if request.top_logprobs is not None and not request.logprobs:
@@ -67,7 +68,9 @@ class ChoiceBuilder:
             max_tokens=output_limit(request),
             context_length=context_length,
             top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            tenant=tenant,
         )
+        preserved = keeps_thoughts(request)
         grammar = self._grammar(request)
         budget = _thinking_budget(request) if chat.in_reasoning else None
         needs_constraint = grammar is not None or budget is not None
@@ -82,7 +85,13 @@ class ChoiceBuilder:
                 tool_start=self._call_start,
             )
             constraint = self._constraint(grammar, budget, chat.in_reasoning) if needs_constraint else None
-            return replace(variant(generation, index), constraint=constraint), stream
+
+            def keep_reply() -> bool:
+                # Templates of this family drop the thinking of earlier turns, but not within a chain of tool calls.
+                return stream.stop_string is None and (preserved or stream.has_tool_calls)
+
+            cache = replace(generation.cache, keep_reply=keep_reply)
+            return replace(variant(generation, index), constraint=constraint, cache=cache), stream
 
         background = is_background(request)
         return Work(

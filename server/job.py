@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.core import GenerationRequest, Progress, TokenLogprobs
+from engine.core import CacheReport, GenerationRequest, Progress, TokenLogprobs
 from server.textstream import Delta, TextStream
 
 
@@ -47,7 +47,7 @@ class Deltas:
 class ChoiceFinished:
     """Choice `index` is complete. reason: "stop", "length" or "tool_calls"; counts in tokens.
 
-    stop_string: the stop string that ended it, if one did.
+    stop_string: the stop string that ended it, if one did; cache: what the prefix cache did for its prompt.
     """
 
     index: int
@@ -56,6 +56,7 @@ class ChoiceFinished:
     reasoning_tokens: int
     cached_tokens: int
     stop_string: str | None = None
+    cache: CacheReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

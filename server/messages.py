@@ -19,10 +19,10 @@ from server.chatwire import UsageCount
 from server.errors import invalid, to_api_error, unsupported
 from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started
 from server.routes import Service
-from server.schema import ChatCompletionRequest, WireModel, parse_request, unknown_fields
+from server.schema import CachingRequest, ChatCompletionRequest, WireModel, cache_fields, parse_request, unknown_fields
 from server.textstream import TextDelta
 from server.toolcalls import ToolCallDelta
-from server.transport import read_body, record_of, send_json
+from server.transport import read_body, record_of, send_json, tenant_of
 
 # Clients hand thinking blocks back with their signature; there is nothing here to sign.
 _SIGNATURE = "unsigned"
@@ -107,7 +107,7 @@ class CountTokensRequest(WireModel):
     thinking: Thinking | None = None
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, CachingRequest):
     max_tokens: int = Field(ge=0)
     stream: bool | None = None
     stop_sequences: list[str] | None = None
@@ -135,7 +135,8 @@ class Messages:
             service.unknown.note(unknown_fields(request))
             service.worker.check_admission()
             chat = to_chat_request(request)
-            return request, service.choices.chat(chat, record.request_id, service.worker.context_length)
+            length = service.worker.context_length
+            return request, service.choices.chat(chat, record.request_id, length, tenant_of(scope))
 
         request, work = await asyncio.to_thread(prepare)
         job = service.job(scope, work, body)
@@ -187,6 +188,7 @@ def to_chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
+            **cache_fields(request),
         }
     return ChatCompletionRequest.model_validate(fields)
 
@@ -433,6 +435,7 @@ class MessageAnswer:
             "content": [_finished_block(block) for block in self._blocks],
             **self._stop,
             "usage": _usage(self._usage),
+            **self._usage.extension(),
         }
 
 

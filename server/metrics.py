@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from server.job import Job
@@ -31,6 +31,17 @@ _COUNTERS = {
 }
 _PREFIXES = ("fermion_", "vllm:")
 
+# Counters of the prefix cache that are kept apart by something, and by what.
+_CACHE_LABELS = {
+    "hits_by_tier": "tier",
+    "hits_by_kind": "kind",
+    "misses": "reason",
+    "lost_tokens": "reason",
+    "stored": "kind",
+    "evicted_ram": "kind",
+    "evicted_disk": "kind",
+}
+
 
 class Metrics:
     """The metrics of one server. `observe` may be called from any thread."""
@@ -54,8 +65,9 @@ class Metrics:
         )
 
     def watch(self, worker: EngineWorker) -> None:
-        """Report the queue of `worker` too."""
+        """Report the queue of `worker` and its engine's prefix cache too."""
         self._registry.register(_Queue(worker, self._labels))
+        self._registry.register(_Cache(worker, self._labels))
 
     def observe(self, job: Job) -> None:
         """Take in a job that is over."""
@@ -107,3 +119,39 @@ class _Queue(Collector):
                 gauge = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
                 gauge.add_metric(list(self._labels.values()), value)
                 yield gauge
+
+
+class _Cache(Collector):
+    """Counters and sizes of the prefix cache, read when they are asked for; nothing without a cache."""
+
+    def __init__(self, worker: EngineWorker, labels: dict[str, str]) -> None:
+        self._worker = worker
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        cache = self._worker.cache
+        if cache is None:
+            return
+        for name, value in cache.counters().items():
+            yield self._counter(name, value)
+        for name, size in cache.gauges().items():
+            if isinstance(size, int | float):
+                gauge = GaugeMetricFamily(f"fermion_cache_{name}", _sentence(name), labels=list(self._labels))
+                gauge.add_metric(list(self._labels.values()), size)
+                yield gauge
+
+    def _counter(self, name: str, value: int | float | Mapping[str, int]) -> Metric:
+        names, values = list(self._labels), list(self._labels.values())
+        title = f"fermion_cache_{name}"
+        if not isinstance(value, Mapping):
+            counter = CounterMetricFamily(title, _sentence(name), labels=names)
+            counter.add_metric(values, value)
+            return counter
+        counter = CounterMetricFamily(title, _sentence(name), labels=[*names, _CACHE_LABELS[name]])
+        for word, count in value.items():
+            counter.add_metric([*values, word], count)
+        return counter
+
+
+def _sentence(name: str) -> str:
+    return f"Prefix cache: {name.replace('_', ' ')}."

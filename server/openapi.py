@@ -9,7 +9,14 @@ from starlette.types import Receive, Scope, Send
 
 from server.messages import CountTokensRequest, MessagesRequest
 from server.responses import ResponsesRequest
-from server.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, WireModel
+from server.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PinRequest,
+    TokenizeRequest,
+    WireModel,
+)
 from server.transport import send_json
 
 _POSTS: tuple[tuple[str, str, type[WireModel]], ...] = (
@@ -20,6 +27,9 @@ _POSTS: tuple[tuple[str, str, type[WireModel]], ...] = (
     ("/v1/messages/count_tokens", "Count the prompt tokens of a message request.", CountTokensRequest),
     ("/tokenize", "Token ids of a text or of a conversation.", TokenizeRequest),
     ("/detokenize", "The text of token ids.", DetokenizeRequest),
+    ("/v1/cache/warm", "Read a conversation into the prefix cache without answering it.", ChatCompletionRequest),
+    ("/v1/cache/pin", "Keep a snapshot of the prefix cache from eviction.", PinRequest),
+    ("/v1/cache/unpin", "Let a pinned snapshot be evicted again.", PinRequest),
     ("/apply-template", "The text that the model reads for a conversation.", ChatCompletionRequest),
 )
 _GETS = (
@@ -37,7 +47,7 @@ def describe(model: str) -> dict[str, Any]:
     for path, summary, kind in _POSTS:
         schema = kind.model_json_schema(ref_template=_REFERENCES)
         schemas |= schema.pop("$defs", {})
-        if kind.model_fields["model"].is_required():
+        if "model" in kind.model_fields and kind.model_fields["model"].is_required():
             schema["properties"]["model"] = {"type": "string", "enum": [model]}
         schemas[kind.__name__] = schema
         body = {"$ref": _REFERENCES.format(model=kind.__name__)}
@@ -54,6 +64,8 @@ def describe(model: str) -> dict[str, Any]:
     state = {**_get("Where a request is: state, place in the queue, progress.", "application/json")}
     cancel = {**state, "summary": "Withdraw a request."}
     paths["/v1/requests/{id}"] = {"parameters": [_path("id")], "get": state, "delete": cancel}
+    listed = _get("Snapshots that the prefix cache holds for the caller's key.", "application/json")
+    paths["/v1/cache"] = {"get": listed, "delete": {**listed, "summary": "Delete all of them."}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "fermion", "version": version("fermion")},

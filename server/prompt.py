@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.core import GenerationRequest, Prompt, SamplingParams
+from engine.core import CacheOptions, GenerationRequest, Prompt, SamplingParams
 from engine.errors import ContextLengthExceeded, ModelFileError, RequestError
 from engine.tokenizer import Tokenizer
 from server.errors import invalid, unsupported
 from server.schema import (
+    CachingRequest,
     ChatCompletionRequest,
     Content,
     ImagePart,
@@ -151,10 +152,12 @@ class PromptBuilder:
         context_length: int,
         param: str = "messages",
         top_logprobs: int | None = None,
+        tenant: bytes = b"",
     ) -> GenerationRequest:
         """Merge the model's defaults with the request, and check that everything fits.
 
-        max_tokens None: as many as the context leaves; param: the field that holds the prompt.
+        max_tokens None: as many as the context leaves; param: the field that holds the prompt; tenant: whose cached
+        prompts may be used.
         Raises ContextLengthExceeded, RequestError.
         """
         prompt_tokens = len(prompt.token_ids)
@@ -169,6 +172,7 @@ class PromptBuilder:
             sampling=self._sampling(request),
             stop_token_ids=self.defaults.stop_token_ids,
             top_logprobs=top_logprobs,
+            cache=cache_options(request, tenant),
         )
 
     def _sampling(self, request: StreamableRequest) -> SamplingParams:
@@ -189,6 +193,23 @@ class PromptBuilder:
                 )
             pairs.append((int(key), value))
         return tuple(pairs)
+
+
+def cache_options(request: CachingRequest, tenant: bytes) -> CacheOptions:
+    """What a request says about the prefix cache."""
+    use = request.cache
+    return CacheOptions(
+        scope=tenant,
+        salt=(request.cache_salt or "").encode(),
+        exact=bool(request.cache_exact),
+        read=use is None or use.read is not False,
+        write=use is None or use.write is not False,
+    )
+
+
+def keeps_thoughts(request: ChatCompletionRequest) -> bool:
+    """Whether the conversation's next prompts will show the thinking of this turn."""
+    return bool((request.chat_template_kwargs or {}).get("preserve_thinking"))
 
 
 def output_limit(request: ChatCompletionRequest) -> int | None:

@@ -20,10 +20,10 @@ from server.chatwire import UsageCount
 from server.errors import ApiError, invalid, to_api_error, unsupported
 from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started, Work
 from server.routes import Service
-from server.schema import ChatCompletionRequest, WireModel, parse_request, unknown_fields
+from server.schema import CachingRequest, ChatCompletionRequest, WireModel, cache_fields, parse_request, unknown_fields
 from server.textstream import TextDelta
 from server.toolcalls import ToolCallDelta
-from server.transport import read_body, record_of
+from server.transport import read_body, record_of, tenant_of
 
 
 class TextItemPart(WireModel):
@@ -90,7 +90,7 @@ class Reasoning(WireModel):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(WireModel):
+class ResponsesRequest(CachingRequest):
     model: str
     input: str | list[InputItem]
     instructions: str | None = None
@@ -112,7 +112,6 @@ class ResponsesRequest(WireModel):
     truncation: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     max_tool_calls: int | None = None
     stream_options: dict[str, Any] | None = None
@@ -137,7 +136,7 @@ class Responses:
         service = self._service
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
-        request, work = await asyncio.to_thread(self._prepare, body, record.request_id)
+        request, work = await asyncio.to_thread(self._prepare, body, record.request_id, tenant_of(scope))
         job = service.job(scope, work, body)
         writer = ResponseWriter(record.request_id, service.model, request, UsageCount(work.prompt_tokens))
         if request.stream:
@@ -145,7 +144,7 @@ class Responses:
         else:
             await answering.whole(service.worker, job, writer, record, receive, send, service.keep_alive_s)
 
-    def _prepare(self, body: bytes, request_id: str) -> tuple[ResponsesRequest, Work]:
+    def _prepare(self, body: bytes, request_id: str, tenant: bytes) -> tuple[ResponsesRequest, Work]:
         service = self._service
         request = parse_request(ResponsesRequest, body)
         service.check_model(request.model)
@@ -156,7 +155,7 @@ class Responses:
         service.worker.check_admission()
         chat = to_chat_request(request)
         try:
-            return request, service.choices.chat(chat, request_id, service.worker.context_length)
+            return request, service.choices.chat(chat, request_id, service.worker.context_length, tenant)
         except Exception as error:
             refusal = to_api_error(error)
             if refusal.param == "messages":
@@ -192,6 +191,7 @@ def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
             "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
             "metadata": request.metadata,
             "priority": request.priority,
+            **cache_fields(request),
         }
     )
 
@@ -341,6 +341,7 @@ class ResponseWriter:
             "usage": self._wire_usage() if self._reason is not None else None,
             "user": request.user,
             "metadata": request.metadata or {},
+            **(self._usage.extension() if self._reason is not None else {}),
         }
 
     def _events(self, event: JobEvent) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ from server.logprobs import TokenNames
 from server.metrics import Metrics
 from server.prompt import PromptBuilder
 from server.schema import ChatCompletionRequest, StreamableRequest, parse_request, reject_unsupported, unknown_fields
-from server.transport import REST_OF_PATH, header, read_body, record_of, send_json
+from server.transport import REST_OF_PATH, header, read_body, record_of, send_json, tenant_of
 from server.worker import EngineWorker
 
 log = logging.getLogger("fermion.api")
@@ -116,7 +116,7 @@ class ChatCompletions:
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
         # Parsing and tokenising a long conversation takes a while, and others are being answered meanwhile.
-        request, work = await asyncio.to_thread(self._prepare, body, record.request_id)
+        request, work = await asyncio.to_thread(self._prepare, body, record.request_id, tenant_of(scope))
         job = service.job(scope, work, body)
         head = AnswerHead(f"chatcmpl-{record.request_id}", int(time.time()), service.model, len(work.choices))
         usage = UsageCount(work.prompt_tokens)
@@ -133,11 +133,11 @@ class ChatCompletions:
             answer = ChatAnswer(head, usage, service.tokens)
             await answering.whole(service.worker, job, answer, record, receive, send, service.keep_alive_s)
 
-    def _prepare(self, body: bytes, request_id: str) -> tuple[ChatCompletionRequest, Work]:
+    def _prepare(self, body: bytes, request_id: str, tenant: bytes) -> tuple[ChatCompletionRequest, Work]:
         """Everything that can refuse the request but the queue. Runs in a helper thread."""
         service = self._service
         request = service.check(ChatCompletionRequest, body)
-        return request, service.choices.chat(request, request_id, service.worker.context_length)
+        return request, service.choices.chat(request, request_id, service.worker.context_length, tenant)
 
 
 class ModelsList:

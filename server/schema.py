@@ -160,7 +160,38 @@ class StructuredOutputs(WireModel):
     structural_tag: Any = None
 
 
-class StreamableRequest(WireModel):
+class CacheUse(WireModel):
+    """Whether the prefix cache may be used for a request, and may keep what it computes. Default: both."""
+
+    read: bool | None = None
+    write: bool | None = None
+
+
+class CachingRequest(WireModel):
+    """How a request uses the prefix cache.
+
+    cache_salt: prompts with different salts share nothing; cache_exact: reuse only what gives the bits of an uncached
+    run; prompt_cache_key: a hint to route by, taken and not used, since prefixes are found by their content.
+    """
+
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=512)
+    cache_exact: bool | None = None
+    cache: CacheUse | None = None
+    prompt_cache_key: str | None = Field(default=None, max_length=512)
+
+
+def cache_fields(request: CachingRequest) -> dict[str, Any]:
+    """Those fields, to hand them on to another request."""
+    use = request.cache
+    return {
+        "cache_salt": request.cache_salt,
+        "cache_exact": request.cache_exact,
+        "cache": None if use is None else {"read": use.read, "write": use.write},
+        "prompt_cache_key": request.prompt_cache_key,
+    }
+
+
+class StreamableRequest(CachingRequest):
     """What every generating endpoint shares."""
 
     model: str
@@ -209,7 +240,6 @@ class ChatCompletionRequest(StreamableRequest):
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
@@ -233,6 +263,12 @@ class TokenizeRequest(WireModel):
     messages: list[Any] | None = None
     parse_special: bool | None = None
     return_token_strs: bool | None = None
+
+
+class PinRequest(WireModel):
+    """`id`: a snapshot's name in the list of the cache."""
+
+    id: str
 
 
 class DetokenizeRequest(WireModel):

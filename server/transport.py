@@ -6,6 +6,7 @@ Plain ASGI throughout: wrappers that buffer a response would hide disconnects fr
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import secrets
@@ -29,6 +30,7 @@ ANTHROPIC_PATH = "/v1/messages"
 _BODY_SILENCE_S = 30.0
 # Scope key: what follows the path of an endpoint that ends in a slash.
 REST_OF_PATH = "fermion.rest_of_path"
+_TENANT = "fermion.tenant"
 
 
 @dataclass(slots=True)
@@ -69,6 +71,12 @@ def record_of(scope: Scope) -> AccessRecord:
     """The record of the request that `scope` belongs to."""
     record: AccessRecord = scope[_RECORD]
     return record
+
+
+def tenant_of(scope: Scope) -> bytes:
+    """Who must not learn what others asked: a digest of the API key; empty, one for all, where no key is asked for."""
+    tenant: bytes = scope.get(_TENANT, b"")
+    return tenant
 
 
 class RequestEnvelope:
@@ -134,6 +142,7 @@ class KeyCheck:
             if sum([hmac.compare_digest(given, key) for key in self._keys]) == 0:
                 what = "Incorrect API key provided." if given else "No API key was provided."
                 raise ApiError(401, what, code="invalid_api_key")
+            scope[_TENANT] = hashlib.sha256(given).digest()[:16]
         await self._app(scope, receive, send)
 
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from typing import Protocol
 
-from engine.core import FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
+from engine.core import CacheControl, CacheReport, FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
 from engine.errors import Cancelled, FermionError, KernelError
 from server.errors import ApiError
 from server.job import ChoiceFinished, Deltas, Failed, Finished, Job, JobState, JobStatus, Started
@@ -36,6 +36,9 @@ class GeneratingEngine(Protocol):
 
     @property
     def context_length(self) -> int: ...
+
+    @property
+    def cache(self) -> CacheControl | None: ...
 
     def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]
@@ -72,6 +75,7 @@ class EngineWorker:
         self._pace = Pace()
         self._engine: GeneratingEngine | None = None
         self._context_length = 0
+        self._cache: CacheControl | None = None
         self._closing = False
         self._draining = False
         self._failure: BaseException | None = None
@@ -98,6 +102,11 @@ class EngineWorker:
     def context_length(self) -> int:
         """Tokens of prompt and output together. Only meaningful once the engine is ready."""
         return self._context_length
+
+    @property
+    def cache(self) -> CacheControl | None:
+        """The engine's prefix cache; None before it is loaded, after it is closed, and without one."""
+        return self._cache
 
     @property
     def queued(self) -> int:
@@ -235,11 +244,13 @@ class EngineWorker:
             self._failure = error
             return
         self._context_length = engine.context_length
+        self._cache = engine.cache
         self._engine = engine
         try:
             while self._failure is None and (job := self._take()) is not None:
                 self._run(engine, job)
         finally:
+            self._cache = None
             engine.close()
 
     def _take(self) -> Job | None:
@@ -297,13 +308,14 @@ class EngineWorker:
         self, engine: GeneratingEngine, job: Job, index: int, request: GenerationRequest, stream: TextStream
     ) -> None:
         tokens, cached = 0, 0
+        report: CacheReport | None = None
         logprobs: list[tuple[int, TokenLogprobs]] = []
         reason = FinishReason.LENGTH
         steps = engine.generate(request, lambda: job.must_stop)
         try:
             for step in steps:
                 if isinstance(step, Progress):
-                    cached = step.cached
+                    cached, report = step.cached, step.cache
                     job.progress = step
                     job.post(step)
                     continue
@@ -339,6 +351,7 @@ class EngineWorker:
                 stream.reasoning_tokens,
                 cached,
                 stream.stop_string,
+                report,
             )
         )
 

@@ -49,7 +49,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         assert flag(name) in text, name
 
 
-@pytest.mark.parametrize("command", ["chat", "info", "bench", "convert", "calibrate", "prune", "evaluate"])
+@pytest.mark.parametrize("command", ["chat", "info", "bench", "cache", "convert", "calibrate", "prune", "evaluate"])
 def test_each_command_explains_itself(command: str) -> None:
     result = fermion(command, "--help")
     assert result.returncode == 0

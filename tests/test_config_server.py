@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.config import CacheSettings
 from engine.errors import ConfigError
 from server.config import DEMO_CHECKPOINT, Settings, flag, load_settings, unknown_variables, variable
 
@@ -55,14 +57,24 @@ def test_every_name_is_an_environment_variable_and_a_key(
         "host": "::1",
         "api_key": "k",
         "api_key_file": "/keys",
+        "cache_ram": "7M",
+        "cache_disk": "1.5 GiB",
+        "cache_dir": "/cache",
+        "no_cache": True,
     }
     value = samples.get(name, 77 if name == "context_length" else 7)
-    expected = {"cors_origins": ("http://a",), "api_key_file": Path("/keys")}.get(name, value)
+    expected = {
+        "cors_origins": ("http://a",),
+        "api_key_file": Path("/keys"),
+        "cache_ram": 7 << 20,
+        "cache_disk": 3 << 29,
+        "cache_dir": Path("/cache"),
+    }.get(name, value)
     monkeypatch.setenv(variable(name), str(value))
     assert getattr(load_settings({}), name) == expected
     monkeypatch.delenv(variable(name))
     path = tmp_path / "s.toml"
-    path.write_text(f"{name} = {value if isinstance(value, int) else repr(value)}\n")
+    path.write_text(f"{name} = {json.dumps(value)}\n")
     assert getattr(load_settings({}, path), name) == expected
 
 
@@ -151,6 +163,21 @@ def test_the_served_name_follows_the_model(tmp_path: Path) -> None:
 def test_the_engine_gets_its_part() -> None:
     engine = load_settings({"simd_tier": "ssse3", "threads": 3, "context_length": 1024}).engine_config()
     assert (engine.simd_tier, engine.threads, engine.context_length) == ("ssse3", 3, 1024)
+
+
+@pytest.mark.parametrize("value", ["7", "lots", "-1G", "1X", ""])
+def test_sizes_have_units(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--cache-ram.*expected a size with its unit, like 512M or 4G"):
+        load_settings({"cache_ram": value})
+    with pytest.raises(ConfigError, match="--cache-ram"):
+        load_settings({"cache_ram": "0"})
+
+
+def test_the_cache_gets_its_part(tmp_path: Path) -> None:
+    given = {"cache_ram": "1G", "cache_disk": "0", "cache_dir": tmp_path}
+    assert load_settings(given).engine_config().cache == CacheSettings(1 << 30, 0, tmp_path)
+    assert load_settings({}).engine_config().cache == CacheSettings()
+    assert load_settings({"no_cache": True}).engine_config().cache is None
 
 
 def test_misspelt_variables_are_reported() -> None:

@@ -80,12 +80,7 @@ class CachedModel:
         run = Run(key, state, outcome, lease)
         if lease is not None:
             lease.restore([state.conv, state.ssm])
-            state.reserve(lease.position)
-            for index, page in enumerate(lease.pages):  # in place: full pages are never written again
-                state.pages[index] = page
-                state.page_addresses[index] = page.ctypes.data
-            if lease.tail is not None:
-                np.copyto(state.pages[-1], lease.tail)
+            state.adopt(lease.pages, lease.tail)
             state.position, state.rope_delta = lease.position, lease.rope_delta
             run.exact_tokens = lease.exact_tokens
         return run

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
-from engine.core import FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
+from engine.core import CacheControl, FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
 from engine.errors import Cancelled
 from engine.tokenizer import Tokenizer
 
@@ -29,6 +29,7 @@ class FakeEngine:
         self.layer_s = 0.0
         self.token_s = 0.0
         self.cached = 0
+        self.cache: CacheControl | None = None
         self.error: Exception | None = None
         self.requests: list[GenerationRequest] = []
         self.outcomes: list[str] = []
