@@ -22,9 +22,9 @@ SEGMENT_TOKENS = 1024
 """Longest canonical segment: bounds what a cancelled or edited long message recomputes."""
 MIN_GAP = 128
 """A snapshot of the 35B shape weighs as much as KV of 3,144 tokens, so closer ones do not pay."""
-TAIL_GAPS = (64, 128, 512)
-"""Extra points before the end of a long last message, where documents meet changing questions: with the first two on
-the 64 grid, a question of 65 to 128 tokens after a document recomputes less than a page of it."""
+TAIL_GAPS = (16, 64, 128, 512)
+"""Extra points before the end of a long last message, where documents meet changing questions: with the first three on
+the 64 grid, a question of 16 to 128 tokens after a document recomputes less than a page of it."""
 _GENERATION_WINDOW = 16
 _HEADER_TOKENS = 4
 _SAME_PLACE = 8

@@ -1,0 +1,303 @@
+"""The engine with its prefix cache: whatever was asked before, answers have the bits of an engine without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tiny_models import packed_checkpoint
+
+from engine.config import CacheSettings, EngineConfig, ModelConfig
+from engine.core import CacheOptions, CacheReport, GenerationRequest, Progress, Prompt, SamplingParams, TokenResult
+from engine.engine import Engine
+from engine.errors import Cancelled, ConfigError, RequestError
+from engine.reuse import cache_bytes, clear_folders, list_folders
+from engine.weights import load_weights
+
+TURN, NEWLINE, ASSISTANT = 258, 198, 64  # of the byte-level tokenizer: the added token, "Ċ" and "a"
+RAM = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packed tiny model, with a token that opens turns."""
+    directory = packed_checkpoint(tmp_path_factory.mktemp("reuse") / "packed")
+    path = str(directory / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_start|>", normalized=False)])
+    tokenizer.save(path)
+    assert tokenizer.token_to_id("<|im_start|>") == TURN
+    assert tokenizer.encode("\na").ids == [NEWLINE, ASSISTANT]
+    return directory
+
+
+def config(**more: Any) -> EngineConfig:
+    return EngineConfig(**{"threads": 1, "context_length": 4096, "pass_tokens": 128, **more})
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Iterator[Engine]:
+    with Engine.load(checkpoint, config()) as engine:
+        yield engine
+
+
+Load = Callable[..., Engine]
+
+
+@pytest.fixture
+def load(checkpoint: Path, tmp_path: Path) -> Iterator[Load]:
+    """Loads engines with a cache; its disk tier lies in the test's directory."""
+    engines: list[Engine] = []
+
+    def make(ram: int = RAM, disk: int = 64 << 20) -> Engine:
+        engines.append(Engine.load(checkpoint, config(cache=CacheSettings(ram, disk, tmp_path / "prefix"))))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def words(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 180, count).tolist()
+
+
+def turn(seed: int, count: int) -> list[int]:
+    return [TURN, 84, NEWLINE, *words(seed, count)]
+
+
+def request(*turns: list[int], max_tokens: int = 2, **options: Any) -> GenerationRequest:
+    """A conversation that ends in the header of the answer."""
+    ids: list[int] = []
+    boundaries: list[int] = []
+    for part in [*turns, [TURN, ASSISTANT, NEWLINE, 9, NEWLINE]]:
+        if ids:
+            boundaries.append(len(ids))
+        ids += part
+    prompt = Prompt(np.array(ids, np.int32), tuple(boundaries))
+    sampling = SamplingParams(temperature=0.0)
+    return GenerationRequest("r", prompt, max_tokens, sampling, top_logprobs=8, cache=CacheOptions(**options))
+
+
+def run(engine: Engine, wanted: GenerationRequest) -> tuple[list[TokenResult], CacheReport | None]:
+    """Tokens with their log-probabilities, and what the cache did."""
+    results, report = [], None
+    for item in engine.generate(wanted, lambda: False):
+        if isinstance(item, Progress):
+            report = item.cache
+            assert item.cached <= item.processed <= item.total
+        else:
+            results.append(item)
+    return results, report
+
+
+def position(engine: Engine, wanted: GenerationRequest) -> int:
+    report = run(engine, wanted)[1]
+    assert report is not None
+    return report.position
+
+
+def cancel_after(engine: Engine, wanted: GenerationRequest, questions: int) -> None:
+    """Withdraw `wanted` when the engine has asked `questions` times; nothing happens if it is done before."""
+    asked = iter(range(questions))
+    try:
+        list(engine.generate(wanted, lambda: next(asked, None) is None))
+    except Cancelled:
+        return
+
+
+def test_a_repetition_has_the_bits_of_the_first_time(load: Load, plain: Engine) -> None:
+    engine = load()
+    wanted = request(turn(1, 300), turn(2, 200), max_tokens=4)
+    expected, none = run(plain, wanted)
+    assert none is None
+    first, cold = run(engine, wanted)
+    second, warm = run(engine, wanted)
+    assert first == second == expected
+    assert cold is not None
+    assert warm is not None
+    assert (cold.position, cold.miss_reason) == (0, "cold")
+    assert (warm.recomputed, warm.tier, warm.provenance, warm.miss_reason) == (2, "ram", "prefill", None)
+
+
+def test_pass_length_is_without_effect(checkpoint: Path, plain: Engine) -> None:
+    wanted = request(turn(1, 300), turn(2, 700))
+    with Engine.load(checkpoint, config(pass_tokens=512)) as engine:
+        assert run(engine, wanted) == run(plain, wanted)
+
+
+def test_any_history_gives_the_bits_of_an_engine_without_cache(load: Load, plain: Engine) -> None:
+    """Branches, edits, cancels at any layer, evictions, disk, decoded turns and restarts, in random order."""
+    rng = random.Random(5)
+    expected: dict[bytes, list[TokenResult]] = {}
+    histories: list[list[list[int]]] = [[turn(0, 200)]]
+    engine = load(ram=3 << 20)
+    reused = cancelled = 0
+    for number in range(60):
+        parts = [list(part) for part in rng.choice(histories[-6:])[: rng.randint(1, 3)]]
+        if rng.random() < 0.6:
+            parts.append(turn(rng.randint(1, 4), rng.choice([3, 70, 200])))
+        elif len(parts[-1]) > 8:
+            parts[-1][rng.randint(4, len(parts[-1]) - 1)] = 181
+        histories.append(parts)
+        wanted = request(*parts, exact=True, keep_reply=lambda: True)
+        if rng.random() < 0.3:
+            cancel_after(engine, wanted, rng.randint(1, 30))
+            cancelled += 1
+        results, report = run(engine, wanted)
+        name = wanted.prompt.token_ids.tobytes()
+        if name not in expected:
+            expected[name] = run(plain, wanted)[0]
+        assert results == expected[name], f"request {number}: {report}"
+        assert report is not None
+        reused += report.position > 0
+        if number % 20 == 19:
+            engine.close()
+            engine = load(ram=3 << 20)
+    assert reused > 30
+    assert cancelled > 10
+
+
+def test_cancelled_work_is_kept_to_the_last_pass(load: Load, plain: Engine) -> None:
+    engine = load()
+    wanted = request(turn(3, 1000))
+    cancel_after(engine, wanted, 4 * 5 + 2)  # five passes of four layers: the header, then 128 tokens each
+    results, report = run(engine, wanted)
+    assert report is not None
+    assert report.position >= 4 * 128
+    assert results == run(plain, wanted)[0]
+
+
+def test_replies_are_kept_on_demand_and_never_serve_exact_requests(load: Load, plain: Engine) -> None:
+    engine = load()
+    asked = [True]
+    wanted = request(turn(1, 150), max_tokens=20, keep_reply=lambda: asked[0])
+    reply = [result.token_id for result in run(engine, wanted)[0]]
+    ids = wanted.prompt.token_ids.tolist()
+    following = [*ids, *reply], turn(2, 60)
+    assert position(engine, request(*following)) == len(ids) + 19
+    exact, report = run(engine, request(*following, exact=True, write=False))
+    assert report is not None
+    assert report.provenance == "prefill"
+    assert exact == run(plain, request(*following))[0]
+    asked[0] = False
+    other = request(turn(7, 150), max_tokens=20, keep_reply=lambda: asked[0])
+    reply = [result.token_id for result in run(engine, other)[0]]
+    assert position(engine, request([*other.prompt.token_ids.tolist(), *reply], turn(2, 60))) < len(ids)
+
+
+def test_a_reply_cut_short_is_kept_as_far_as_it_went(load: Load) -> None:
+    engine = load()
+    wanted = request(turn(1, 150), max_tokens=50, keep_reply=lambda: True)
+    items = engine.generate(wanted, lambda: False)
+    tokens: list[int] = []
+    for item in items:
+        if isinstance(item, TokenResult):
+            tokens.append(item.token_id)
+            if len(tokens) == 10:
+                break
+    items.close()
+    ids = wanted.prompt.token_ids.tolist()
+    assert position(engine, request([*ids, *tokens], turn(2, 60))) == len(ids) + 9
+
+
+def test_scopes_salts_and_switches(load: Load) -> None:
+    engine = load()
+    parts = turn(1, 200), turn(2, 100)
+    run(engine, request(*parts, scope=b"a"))
+    assert position(engine, request(*parts, scope=b"b", write=False)) == 0
+    assert position(engine, request(*parts, scope=b"a", salt=b"s", write=False)) == 0
+    assert position(engine, request(*parts, scope=b"a", read=False)) == 0
+    assert position(engine, request(*parts, scope=b"b", write=False)) == 0
+    assert position(engine, request(*parts, scope=b"a")) > 0
+
+
+def test_restart_and_other_models(load: Load, checkpoint: Path, tmp_path: Path) -> None:
+    wanted = request(turn(1, 200), turn(2, 100))
+    engine = load()
+    expected = run(engine, wanted)[0]
+    engine.close()
+    engine = load()
+    results, report = run(engine, wanted)
+    assert results == expected
+    assert report is not None
+    assert (report.tier, report.recomputed) == ("disk", 2)
+    engine.close()
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (other / "model.safetensors").write_bytes(data)
+    with Engine.load(other, config(cache=CacheSettings(RAM, 64 << 20, tmp_path / "prefix"))) as changed:
+        assert position(changed, wanted) == 0
+
+
+def test_fingerprints_tell_apart_what_changes_bits(checkpoint: Path, tmp_path: Path) -> None:
+    def folder(**more: Any) -> str:
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        with Engine.load(checkpoint, config(cache=CacheSettings(RAM, 64 << 20, place), **more)):
+            (name,) = (path.name for path in place.iterdir())
+        return name
+
+    same = folder()
+    assert folder(threads=2, context_length=1000) == same
+    assert len({same, folder(simd_tier="scalar"), folder(compute="f32")}) == 3
+
+
+def test_administration(load: Load, tmp_path: Path) -> None:
+    engine = load()
+    assert engine.cache is not None
+    run(engine, request(turn(1, 200), turn(2, 100), scope=b"a"))
+    run(engine, request(turn(3, 200), scope=b"b"))
+    entries = engine.cache.entries(b"a", 100)
+    assert [entry.position for entry in entries] == sorted((e.position for e in entries), reverse=True)
+    assert len(engine.cache.entries(None, 100)) == len(entries) + len(engine.cache.entries(b"b", 100))
+    assert len(engine.cache.entries(None, 1)) == 1
+    assert engine.cache.pin(entries[0].id, True, b"a")
+    assert not engine.cache.pin(entries[0].id, True, b"b")
+    assert engine.cache.entries(b"a", 1)[0].pinned
+    assert engine.cache.counters()["lookups"] == 2
+    assert engine.cache.gauges()["pinned"] == 1
+    assert engine.cache.clear(b"b") > 0
+    assert len(engine.cache.entries(None, 100)) == len(entries)
+    place, (folder,) = list_folders(tmp_path / "prefix")
+    assert place == tmp_path / "prefix"
+    assert folder.in_use
+    assert clear_folders(place) == (0, [folder.fingerprint])
+    engine.close()
+    assert clear_folders(place)[0] > 0
+    assert list_folders(place) == (place, [])
+
+
+def test_pins_have_a_limit(load: Load) -> None:
+    engine = load(ram=2 << 20)
+    assert engine.cache is not None
+    run(engine, request(*(turn(seed, 150) for seed in range(4))))
+    run(engine, request(*(turn(seed, 150) for seed in range(9, 13))))
+    refused: list[RequestError] = []
+    for entry in engine.cache.entries(None, 100):
+        try:
+            engine.cache.pin(entry.id, True, None)
+        except RequestError as error:
+            refused.append(error)
+    assert refused
+    assert refused[0].code == "pin_limit"
+    assert "pinned snapshots would need" in str(refused[0])
+
+
+def test_too_little_memory(load: Load, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="the prefix cache cannot work with 100000 bytes of memory"):
+        load(ram=100_000)
+    weights = load_weights(checkpoint, ModelConfig.load(checkpoint))
+    wanted = config(cache=CacheSettings())
+    assert cache_bytes(weights, dataclasses.replace(wanted, cache=None)) == 0
+    assert cache_bytes(weights, config(cache=CacheSettings(ram_bytes=5))) == 5
+    assert cache_bytes(weights, wanted) >= 64 << 20
+    monkeypatch.setattr("engine.placement.available_bytes", lambda: 2 << 20)
+    assert cache_bytes(weights, wanted) == 0
