@@ -83,7 +83,7 @@ $(VENV)/.dev: $(VENV)/.base requirements/dev.txt
 
 # ---- use --------------------------------------------------------------------------------------------------------
 
-.PHONY: serve chat bench quality
+.PHONY: serve chat bench bench-cache quality
 serve: setup ## serve the demo model (or MODEL=DIR) at http://HOST:PORT/v1, default 127.0.0.1:8000
 	@exec $(BIN)/fermion serve $(MODEL) --host '$(HOST)' --port '$(PORT)' $(ARGS)
 
@@ -93,6 +93,9 @@ chat: setup ## talk to the demo model (or MODEL=DIR) in the terminal
 bench: setup ## decode and prefill speed of the demo model (or MODEL=DIR)
 	@$(BIN)/fermion bench decode $(MODEL) $(ARGS)
 	@$(BIN)/fermion bench prefill $(MODEL) $(ARGS)
+
+bench-cache: setup ## what the server recomputes of eleven kinds of conversation; ends in one line of JSON
+	@$(BIN)/python tests/bench/cache_live.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 quality: setup-dev ## what 4 bits and pruning cost the demo model: tables, last one JSON line
 	@$(BIN)/python -m engine.convert.quality tests/data/demo_bf16 --text tests/convert/data/held_out.jsonl \

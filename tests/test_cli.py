@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -108,3 +109,19 @@ def test_an_unreachable_server_exits_with_1() -> None:
     result = fermion("chat", "--url", "http://127.0.0.1:1/v1")
     assert result.returncode == 1
     assert result.stderr.startswith("error: no server answers at http://127.0.0.1:1/v1/")
+
+
+def test_cache_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "prefix" / ("ab" * 32)
+    folder.mkdir(parents=True)
+    (folder / "one.snap").write_bytes(b"x" * 1000)
+    place = ("--cache-dir", str(tmp_path / "prefix"))
+    assert fermion("cache", "size", *place).stdout == "1000\n"
+    assert "abababababababab       1 snapshots" in fermion("cache", "list", *place).stdout
+    (listed,) = json.loads(fermion("cache", "list", "--json", *place).stdout)["folders"]
+    assert (listed["fingerprint"], listed["nbytes"]) == ("ab" * 32, 1000)
+    named = {"FERMION_CACHE_DIR": str(tmp_path / "prefix")}
+    assert fermion("cache", "size", **named).stdout == "1000\n"
+    assert fermion("cache", "clear", *place).stdout == "freed 0.0 MiB\n"
+    assert fermion("cache", "size", *place).stdout == "0\n"
+    assert not folder.exists()

@@ -9,7 +9,7 @@ import pytest
 
 from server.config import Settings
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/settings.md", "docs/api.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/settings.md", "docs/api.md", "docs/prefix-cache.md")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

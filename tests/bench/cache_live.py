@@ -46,8 +46,8 @@ TOOLS = [
     for name, text in (("get_weather", "Get the weather"), ("get_time", "Get the local time"))
 ]
 WORDS = (
-    "river house train garden letter winter music bridge window paper market doctor village stone morning captain silver "
-    "kitchen mountain harbour teacher number island season forest engine picture yellow quiet seven north early"
+    "river house train garden letter winter music bridge window paper market doctor village stone morning captain "
+    "silver kitchen mountain harbour teacher number island season forest engine picture yellow quiet seven north early"
 ).split()
 ANSWER_TOKENS = 60
 
@@ -276,7 +276,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.pop("FERMION_CONFIG", None)
     rows = []
-    print(f"{'workload':28}{'prompt':>8}{'ideal':>8}{'ours':>8}{'excess':>8}{'first edit':>12}{'first s':>9}{'later s':>9}")
+    heads = ("prompt", "ideal", "ours", "excess", "first edit", "first s", "later s")
+    print(f"{'workload':28}" + "".join(f"{head:>11}" for head in heads))
     with tempfile.TemporaryDirectory() as directory:
         server = Server(Path(directory) / "prefix", arguments.model)
         try:
@@ -289,8 +290,8 @@ def main() -> None:
                 rows.append(row)
                 later = sorted(row.later_s)[len(row.later_s) // 2]
                 print(
-                    f"{name:28}{row.prompt:8}{row.ideal:8}{row.recomputed:8}{row.worst or row.cancel:8}"
-                    f"{row.first_edit:12}{row.first_s:9.2f}{later:9.2f}",
+                    f"{name:28}{row.prompt:11}{row.ideal:11}{row.recomputed:11}{row.worst or row.cancel:11}"
+                    f"{row.first_edit:11}{row.first_s:11.2f}{later:11.2f}",
                     flush=True,
                 )
         finally:
