@@ -253,6 +253,7 @@ class _Saved:
     """A copy of what a segment overwrites: keys and values are only ever appended."""
 
     position: int
+    rope_delta: int
     exact_tokens: int
     recurrent: list[UInt8Array]
 
@@ -262,13 +263,13 @@ class _Saved:
         recurrent = [np.empty_like(array) for array in state.recurrent()] if old is None else old.recurrent
         for copy, array in zip(recurrent, state.recurrent(), strict=True):
             np.copyto(copy, array)
-        return cls(state.position, exact_tokens, recurrent)
+        return cls(state.position, state.rope_delta, exact_tokens, recurrent)
 
     def restore(self, state: SequenceState) -> int:
         """Take `state` back to here; its exact tokens."""
         for copy, array in zip(self.recurrent, state.recurrent(), strict=True):
             np.copyto(array, copy)
-        state.position = self.position
+        state.position, state.rope_delta = self.position, self.rope_delta
         return self.exact_tokens
 
 

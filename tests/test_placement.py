@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
+from tiny_models import VECTORS
 
-from engine.placement import available_bytes, choose_threads, cpu_quota, physical_cpus
+from engine.config import EngineConfig, parse_config
+from engine.placement import available_bytes, choose_threads, cpu_quota, physical_cpus, place, spare_bytes
+from engine.state import recurrent_bytes
+
+MODEL = parse_config(VECTORS / "a.json", json.loads((VECTORS / "a.json").read_text()))
 
 
 def topology(root: Path, siblings: dict[int, str]) -> Path:
@@ -65,3 +72,15 @@ def test_available_memory_respects_the_control_group(tmp_path: Path) -> None:
     assert available_bytes(meminfo, tmp_path) == 8000 * 1024
     (tmp_path / "memory.max").write_text("1000000\n")
     assert available_bytes(meminfo, tmp_path) == 600_000
+
+
+def test_the_prefix_cache_takes_from_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.placement.available_bytes", lambda: 100 << 20)
+    settings = EngineConfig(threads=1)
+    model = dataclasses.replace(MODEL, max_position_embeddings=1 << 24)
+    alone, beside = place(model, settings, 10 << 20), place(model, settings, 10 << 20, 40 << 20)
+    per_token = alone.kv_bytes_per_token
+    assert (alone.context_length - beside.context_length) * per_token == pytest.approx(40 << 20, rel=0.01)
+    spare = spare_bytes(model, settings, 10 << 20)
+    assert spare == int((100 << 20) * 0.9) - (10 << 20) - recurrent_bytes(model)
+    assert spare_bytes(model, settings, 1 << 30) == 0

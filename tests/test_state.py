@@ -49,3 +49,25 @@ def test_snapshot_view_is_the_state_itself(config: ModelConfig) -> None:
     assert state.ssm.flat[0] == 2.5
     assert state.page(0) is state.pages[0]
     assert set(state.layer_positions()) == {0}
+
+
+def test_adopted_pages_are_used_in_place_and_the_tail_is_copied(config: ModelConfig) -> None:
+    size = page_bytes(config, kv_f32=False)
+    full = [np.full(size, number, np.uint8) for number in range(20)]  # more than the addresses first have room for
+    tail = np.full(size, 77, np.uint8)
+    for page in (*full, tail):
+        page.flags.writeable = False
+    state = SequenceState(config)
+    state.adopt(full, tail)
+    state.reserve(20 * 64 + 65)
+    assert all(mine is theirs for mine, theirs in zip(state.pages, full, strict=False))
+    assert state.page_addresses.tolist() == [page.ctypes.data for page in state.pages]
+    assert len(state.pages) == 22
+    state.pages[20][0] = 1
+    assert (tail[0], state.pages[20][1]) == (77, 77)
+
+
+def test_pages_without_a_tail(config: ModelConfig) -> None:
+    state = SequenceState(config)
+    state.adopt([np.zeros(state.page_bytes, np.uint8)], None)
+    assert len(state.pages) == 1

@@ -236,3 +236,19 @@ class TestContainer:
     def test_no_file_at_all(self, tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match=r"neither model\.safetensors nor"):
             ModelFile(tmp_path)
+
+
+def test_the_sampled_digest_follows_content_and_not_the_place(checkpoint: Path, tmp_path: Path) -> None:
+    digest = ModelFile(checkpoint).sampled_digest()
+    assert ModelFile(vector_checkpoint(tmp_path / "copy", "a")).sampled_digest() == digest
+
+    def change(position: int) -> bytes:
+        other = vector_checkpoint(tmp_path / f"other{position}", "a")
+
+        def flip(header: dict[str, Any], data: bytearray) -> None:
+            data[position] ^= 1
+
+        rewrite(other, flip)
+        return ModelFile(other).sampled_digest()
+
+    assert len({digest, change(0), change(-1)}) == 3
