@@ -21,6 +21,7 @@ REAL_TEXT = {
     "hidden_size": 2048,
     "num_attention_heads": 16,
     "head_dim": 256,
+    "rope_parameters": {**tiny.TEXT_CONFIG["rope_parameters"], "mrope_section": [11, 11, 10]},
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
