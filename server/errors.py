@@ -5,6 +5,7 @@ The body has the OpenAI shape `{"error": {"message", "type", "param", "code"}}`,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from engine.errors import (
@@ -23,7 +24,7 @@ class ApiError(FermionError):
     """A refusal that already knows its HTTP form.
 
     status: HTTP status; code: stable machine-readable word; param: JSON path of the field at fault;
-    retry_after_s: seconds for the Retry-After header, when trying again makes sense.
+    retry_after_s: seconds for the Retry-After header, when trying again makes sense; allow: methods of a 405.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class ApiError(FermionError):
         code: str,
         param: str | None = None,
         retry_after_s: int | None = None,
+        allow: Iterable[str] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -41,6 +43,7 @@ class ApiError(FermionError):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allow = tuple(allow)
 
     @property
     def kind(self) -> str:
@@ -61,6 +64,8 @@ class ApiError(FermionError):
         headers: list[tuple[bytes, bytes]] = []
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        if self.allow:
+            headers.append((b"allow", ", ".join(self.allow).encode()))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if self.status == 504:

@@ -161,9 +161,11 @@ class Dispatcher:
         methods = self._endpoints.get(path)
         if methods is None or path.endswith("/"):
             methods = self._below(scope, path)
-        endpoint = methods.get(method)
+        # What can be read can be asked after; the HTTP server leaves the body of the answer out.
+        endpoint = methods.get("GET" if method == "HEAD" else method)
         if endpoint is None:
-            raise ApiError(405, f"{method} is not allowed here, only {', '.join(methods)}.", code="method_not_allowed")
+            text = f"{method[:20]} is not allowed here, only {', '.join(methods)}."
+            raise ApiError(405, text, code="method_not_allowed", allow=methods)
         await endpoint(scope, receive, send)
 
     def _below(self, scope: Scope, path: str) -> dict[str, ASGIApp]:

@@ -126,6 +126,18 @@ def test_wrong_urls(live: LiveServer, method: str, path: str, status: int, code:
     assert (response.status, response.error["code"]) == (status, code)
 
 
+def test_refused_methods_name_those_allowed(live: LiveServer) -> None:
+    assert send(live, "GET", CHAT).headers["allow"] == "POST"
+    assert send(live, "PATCH", "/v1/requests/none").headers["allow"] == "GET, DELETE"
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/openapi.json"])
+def test_head_is_get_without_the_body(live: LiveServer, path: str) -> None:
+    head, get = send(live, "HEAD", path), send(live, "GET", path)
+    assert (head.status, head.body) == (get.status, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
 def test_every_answer_has_a_request_id(live: LiveServer) -> None:
     answers = [post(live, chat_body()), post(live, b""), send(live, "GET", "/health"), send(live, "GET", "/x")]
     assert len({answer.headers["x-request-id"] for answer in answers}) == 4
