@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from starlette.types import Receive, Send
 
-from engine.core import Progress
 from server import sse
 from server.errors import ApiError, to_api_error
 from server.job import Failed, Finished, Job, JobEvent
@@ -93,9 +92,7 @@ async def stream(
             if data or is_last:
                 silence.restart()
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-            if isinstance(event, Progress):
-                record.cached_tokens = event.cached
-            elif isinstance(event, Failed):
+            if isinstance(event, Failed):
                 record.outcome = _outcome(job, event)
             if is_last:
                 return
@@ -131,8 +128,6 @@ async def whole(
                 return
             if event is not None:
                 answer.add(event)
-            if isinstance(event, Progress):
-                record.cached_tokens = event.cached
             if silence.is_over:
                 if not is_started:
                     is_started = True
@@ -152,6 +147,8 @@ def _outcome(job: Job, event: Failed) -> str:
 def _note(record: AccessRecord, job: Job) -> None:
     """Copy a job's counts and times to the access record."""
     record.completion_tokens = job.completion_tokens
+    if job.progress is not None:
+        record.cached_tokens = job.cached_tokens
     started, first, finished = job.started_at, job.first_token_at, job.finished_at
     if started is not None:
         record.queue_s = started - job.created_at

@@ -123,6 +123,8 @@ class Job:
         self.digest = digest
         self.state = JobState.QUEUED
         self.progress: Progress | None = None
+        # Of the first choice: the others find what it has computed, which says nothing about the cache's use.
+        self.cached_tokens = 0
         self.completion_tokens = 0
         self.created_at = time.monotonic()
         self.started_at: float | None = None
@@ -167,6 +169,7 @@ class Job:
         self.is_preempted = False
         self.state = JobState.QUEUED
         self.progress = None
+        self.cached_tokens = 0
         self.completion_tokens = 0
         self.started_at = self.first_token_at = None
         self.deadline = math.inf
@@ -181,7 +184,7 @@ class Job:
             state=self.state,
             prompt_tokens=self.work.prompt_tokens,
             processed_tokens=0 if progress is None else progress.processed,
-            cached_tokens=0 if progress is None else progress.cached,
+            cached_tokens=self.cached_tokens,
             completion_tokens=self.completion_tokens,
             queue_s=started - self.created_at,
             run_s=now - started,

@@ -79,7 +79,7 @@ class Metrics:
         self._count("prompt_tokens", job.work.prompt_tokens)
         self._count("generation_tokens", job.completion_tokens)
         self._count("prefix_cache_queries", job.work.prompt_tokens)
-        self._count("prefix_cache_hits", job.progress.cached if job.progress is not None else 0)
+        self._count("prefix_cache_hits", job.cached_tokens)
         if first is None or finished is None:
             return
         self._time("time_to_first_token_seconds", first - job.created_at)

@@ -317,6 +317,8 @@ class EngineWorker:
                 if isinstance(step, Progress):
                     cached, report = step.cached, step.cache
                     job.progress = step
+                    if index == 0:
+                        job.cached_tokens = cached
                     job.post(step)
                     continue
                 if job.first_token_at is None:

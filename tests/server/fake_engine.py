@@ -18,7 +18,8 @@ class FakeEngine:
     """Says `reply(request)`, then the first stop token.
 
     Prefill goes in `layers` steps of `layer_s` seconds; every token takes `token_s` seconds. `cached` tokens of each
-    prompt count as reused; constraints are obeyed. `requests`, `outcomes` and `computed_tokens` say what happened.
+    prompt count as reused, or all but one if `reuses_last_prompt` and it is that; constraints are obeyed. `requests`,
+    `outcomes` and `computed_tokens` say what happened.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, context_length: int = 4096) -> None:
@@ -29,6 +30,7 @@ class FakeEngine:
         self.layer_s = 0.0
         self.token_s = 0.0
         self.cached = 0
+        self.reuses_last_prompt = False
         self.cache: CacheControl | None = None
         self.error: Exception | None = None
         self.requests: list[GenerationRequest] = []
@@ -71,7 +73,8 @@ class FakeEngine:
             raise self.error
         total = len(request.prompt.token_ids)
         started = time.monotonic()
-        cached = min(self.cached, total - 1)
+        is_known = self.reuses_last_prompt and any(last.prompt is request.prompt for last in self.requests[-2:-1])
+        cached = total - 1 if is_known else min(self.cached, total - 1)
         yield Progress(total, cached, cached, 0.0)
         for layer in range(self.layers):
             self._work(self.layer_s, cancelled)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from http_client import post, send
 from live_server import MODEL, LiveServer, chat_body
+
+from server.pace import Pace
 
 Starter = Callable[..., LiveServer]
 
@@ -121,6 +124,34 @@ def test_estimates_come_from_measured_speed(start_server: Starter) -> None:
 
 def order_of(live: LiveServer) -> list[int]:
     return [len(request.prompt.token_ids) for request in live.engine.requests]
+
+
+def test_short_and_cached_prompts_do_not_spoil_the_estimate() -> None:
+    def job(prompt: int, cached: int, prefill_s: float) -> Any:
+        return SimpleNamespace(
+            work=SimpleNamespace(prompt_tokens=prompt, max_tokens=11, choices=[None]),
+            progress=None, cached_tokens=cached, completion_tokens=11,
+            started_at=0.0, first_token_at=prefill_s, finished_at=prefill_s + 1.0,
+        )  # fmt: skip
+
+    pace = Pace()
+    pace.learn(job(4000, 0, 8.0))
+    for _ in range(3):
+        pace.learn(job(4010, 4000, 0.1))
+    waiting = job(2000, 0, 0.0)
+    waiting.completion_tokens = 0
+    assert pace.seconds_left(waiting) == pytest.approx(4.0 + 1.1, rel=0.1)
+
+
+def test_choices_after_the_first_do_not_count_as_cached(start_server: Starter) -> None:
+    """What the first choice computed, the second finds in the cache; that is not the prompt's own share."""
+    live = start_server()
+    live.engine.reuses_last_prompt = True
+    usage = post(live, chat_body("some words", n=3)).json["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert len(live.engine.requests) == 3
+    text = wait_until(lambda: (t := send(live, "GET", "/metrics").body.decode()).count('"finished"} 1.0') and t)
+    assert f'fermion_prefix_cache_hits_total{{model_name="{MODEL}"}} 0.0' in text
 
 
 def test_urgent_requests_overtake(start_server: Starter) -> None:
