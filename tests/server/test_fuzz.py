@@ -97,13 +97,15 @@ body = st.fixed_dictionaries(
     optional={
         "messages": st.lists(message, max_size=4) | anything,
         "prompt": text | st.lists(st.integers(-1, 400), max_size=4) | anything,
+        "tokens": st.lists(st.integers(-1, 400), max_size=4) | anything,
         "input": text | st.lists(message, max_size=3) | anything,
         **fields,
     },
 )
 paths = st.sampled_from(
     ["/v1/chat/completions"] * 4
-    + ["/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/apply-template"]
+    + ["/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
+    + ["/tokenize", "/detokenize", "/apply-template"]
 )
 
 
