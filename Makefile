@@ -103,8 +103,10 @@ quality: setup-dev ## what 4 bits and pruning cost the demo model: tables, last 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
 
-.PHONY: test test-best test-ssse3 test-fast test-exhaustive lint typecheck check check-ptx format
-test: test-best test-ssse3 ## the whole suite: on this machine's best kernels, then with SSSE3 forced
+CLIENTS := build/clients
+
+.PHONY: test test-best test-ssse3 test-clients test-fast test-exhaustive lint typecheck check check-ptx format
+test: test-best test-ssse3 test-clients ## the whole suite: best kernels, SSSE3 forced, other people's client libraries
 
 test-best: setup-dev
 	@echo 'test: best tier of this machine'
@@ -113,6 +115,16 @@ test-best: setup-dev
 test-ssse3: setup-dev ## the whole suite with the SSSE3 tier forced
 	@echo 'test: FERMION_SIMD_TIER=ssse3'
 	@FERMION_SIMD_TIER=ssse3 $(BIN)/python -m pytest $(ARGS)
+
+# They bring over eighty packages, so they stay out of .venv.
+$(CLIENTS)/.installed: $(VENV)/.dev requirements/clients.txt
+	@echo 'setup: client libraries for the tests'
+	@rm -rf $(CLIENTS)
+	@$(PIP) --require-hashes --only-binary :all: --target $(CLIENTS) -r requirements/clients.txt
+	@touch $@
+
+test-clients: setup-dev $(CLIENTS)/.installed ## litellm, LangChain, pydantic-ai and Anthropic's client against the server
+	@PYTHONPATH=$(CLIENTS) $(BIN)/python -m pytest tests/server/test_client_libraries.py
 
 test-fast: setup-dev ## the suite without slow tests, best tier only
 	@$(BIN)/python -m pytest -m 'not slow and not exhaustive' $(ARGS)
@@ -147,6 +159,8 @@ lock: check-machine ## resolve the newest allowed versions again into requiremen
 	@"$(PYTHON)" -m venv build/lock && build/lock/bin/python -m pip install --quiet uv
 	@$(LOCK) --upgrade --output-file requirements/base.txt
 	@$(LOCK) --upgrade --constraint requirements/base.txt --extra dev --output-file requirements/dev.txt
+	@$(filter-out pyproject.toml requirements/build.in,$(LOCK)) --upgrade --constraint requirements/dev.txt \
+		--output-file requirements/clients.txt requirements/clients.in
 
 docker: ## build the CPU image fermion:cpu
 	docker build --file docker/cpu.Dockerfile --tag fermion:cpu .
