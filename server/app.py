@@ -31,7 +31,7 @@ from server.prompt import GenerationDefaults, PromptBuilder
 from server.responses import Responses
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
 from server.template import ChatTemplate
-from server.transport import Dispatcher, KeyCheck, RequestEnvelope
+from server.transport import Api, KeyCheck, RequestEnvelope
 from server.worker import EngineWorker, GeneratingEngine
 
 log = logging.getLogger("fermion.server")
@@ -75,7 +75,7 @@ def create_service(
 
 def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins: tuple[str, ...] = ()) -> ASGIApp:
     """The ASGI application. The caller starts and closes `service.worker`."""
-    dispatcher = Dispatcher(
+    api = Api(
         [
             ("POST", "/v1/chat/completions", ChatCompletions(service)),
             ("POST", "/v1/completions", Completions(service)),
@@ -83,11 +83,9 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             ("POST", "/v1/messages/count_tokens", CountTokens(service)),
             ("POST", "/v1/responses", Responses(service)),
             ("GET", "/v1/models", ModelsList(service)),
-            ("GET", "/v1/models/", ModelEntry(service)),
-            ("GET", "/v1/requests/", RequestState(service)),
-            ("DELETE", "/v1/requests/", RequestState(service)),
-            ("GET", "/v1/cache", CacheList(service)),
-            ("DELETE", "/v1/cache", CacheList(service)),
+            ("GET", "/v1/models/{model:path}", ModelEntry(service)),
+            ("GET DELETE", "/v1/requests/{request:path}", RequestState(service)),
+            ("GET DELETE", "/v1/cache", CacheList(service)),
             ("POST", "/v1/cache/warm", CacheWarm(service)),
             ("POST", "/v1/cache/pin", CachePin(service, pinned=True)),
             ("POST", "/v1/cache/unpin", CachePin(service, pinned=False)),
@@ -99,7 +97,7 @@ def create_app(service: Service, *, api_keys: tuple[str, ...] = (), cors_origins
             ("GET", "/health", Health(service)),
         ]
     )
-    app: ASGIApp = RequestEnvelope(KeyCheck(dispatcher, api_keys, _OPEN_PATHS))
+    app: ASGIApp = RequestEnvelope(KeyCheck(api, api_keys, _OPEN_PATHS))
     if cors_origins:
         app = CORSMiddleware(
             app,

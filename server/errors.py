@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from engine.errors import (
     Cancelled,
     ConfigError,
@@ -114,7 +116,18 @@ def to_api_error(error: BaseException) -> ApiError:
             if isinstance(error, RequestError):
                 return ApiError(status, str(error), code=error.code or code, param=error.param)
             return ApiError(status, str(error), code=code)
+    if isinstance(error, HTTPException):
+        return _of_routing(error)
     return ApiError(500, "The server failed while answering. The cause is in its log.", code="internal_error")
+
+
+def _of_routing(error: HTTPException) -> ApiError:
+    """The refusals of FastAPI's router."""
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        text = f"This method is not allowed here, only {allowed}."
+        return ApiError(405, text, code="method_not_allowed", allow=sorted(allowed.split(", ")))
+    return ApiError(error.status_code, "Unknown request URL.", code="unknown_url")
 
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:

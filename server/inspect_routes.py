@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from server.errors import ApiError, invalid
 from server.routes import Service
 from server.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest, parse_request
-from server.transport import REST_OF_PATH, read_body, send_json
+from server.transport import read_body, send_json
 
 
 class Tokenize:
@@ -95,7 +95,7 @@ class RequestState:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         worker = self._service.worker
         # Ids of answers are a word, a separator and the id of the request.
-        job_id = scope[REST_OF_PATH].replace("_", "-").rpartition("-")[2]
+        job_id = scope["path_params"]["request"].replace("_", "-").rpartition("-")[2]
         job = worker.active_job(job_id)
         if scope["method"] == "DELETE" and job is not None:
             worker.cancel(job)

@@ -24,7 +24,7 @@ from server.logprobs import TokenNames
 from server.metrics import Metrics
 from server.prompt import PromptBuilder
 from server.schema import ChatCompletionRequest, StreamableRequest, parse_request, reject_unsupported, unknown_fields
-from server.transport import REST_OF_PATH, header, read_body, record_of, send_json, tenant_of
+from server.transport import header, read_body, record_of, send_json, tenant_of
 from server.worker import EngineWorker
 
 log = logging.getLogger("fermion.api")
@@ -157,7 +157,7 @@ class ModelEntry:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.check_model(scope[REST_OF_PATH])
+        self._service.check_model(scope["path_params"]["model"])
         await send_json(send, self._service.model_object())
 
 

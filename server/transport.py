@@ -14,8 +14,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import sse
@@ -28,8 +29,6 @@ _RECORD = "fermion.record"
 ANTHROPIC_PATH = "/v1/messages"
 # Longest pause while a request body is being sent, seconds.
 _BODY_SILENCE_S = 30.0
-# Scope key: what follows the path of an endpoint that ends in a slash.
-REST_OF_PATH = "fermion.rest_of_path"
 _TENANT = "fermion.tenant"
 
 
@@ -146,34 +145,22 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
 
-class Dispatcher:
-    """Method and path to endpoint. A path that ends in a slash takes everything below it (REST_OF_PATH)."""
+class Api(FastAPI):
+    """FastAPI's routing for plain ASGI endpoints, and nothing around it.
+
+    The wrappers that FastAPI puts around its routes by default answer errors themselves, which is wrong once a stream
+    has begun; RequestEnvelope answers them all, before and after the first byte.
+    """
 
     def __init__(self, endpoints: Sequence[tuple[str, str, ASGIApp]]) -> None:
-        self._endpoints: dict[str, dict[str, ASGIApp]] = {}
-        for method, path, endpoint in endpoints:
-            self._endpoints.setdefault(path, {})[method] = endpoint
+        """endpoints: methods separated by blanks, path with FastAPI's parameters, application."""
+        super().__init__(openapi_url=None, redirect_slashes=False)
+        for methods, path, endpoint in endpoints:
+            self.add_route(path, cast(Any, endpoint), methods=methods.split())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        method, path = scope["method"], scope["path"]
-        methods = self._endpoints.get(path)
-        if methods is None or path.endswith("/"):
-            methods = self._below(scope, path)
-        # What can be read can be asked after; the HTTP server leaves the body of the answer out.
-        endpoint = methods.get("GET" if method == "HEAD" else method)
-        if endpoint is None:
-            text = f"{method[:20]} is not allowed here, only {', '.join(methods)}."
-            raise ApiError(405, text, code="method_not_allowed", allow=methods)
-        await endpoint(scope, receive, send)
-
-    def _below(self, scope: Scope, path: str) -> dict[str, ASGIApp]:
-        for prefix, methods in self._endpoints.items():
-            if prefix.endswith("/") and len(path) > len(prefix) and path.startswith(prefix):
-                scope[REST_OF_PATH] = path[len(prefix) :]
-                return methods
-        raise ApiError(404, f"Unknown request URL: {path[:200]}.", code="unknown_url")
+    def build_middleware_stack(self) -> ASGIApp:
+        """What stands between the server and the routes: nothing."""
+        return self.router
 
 
 def _given_key(scope: Scope) -> bytes:
