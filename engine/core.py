@@ -51,15 +51,28 @@ class Prompt:
     images: tuple[ImageSpan, ...] = ()
 
 
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    # Far below 0.01 a division of finite logits would leave the range of float32.
+    "repetition_penalty": (0.01, 10.0),
+}
+"""What is accepted for each number of SamplingParams, both ends included."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. Semantics follow the OpenAI API where it defines them.
 
-    temperature 0 is greedy (lowest id on ties). top_k 0 and top_p 1.0 and min_p 0.0 switch a filter off.
-    presence/frequency penalties subtract from logits of *generated* tokens; repetition_penalty (> 0, 1.0 = off)
+    temperature 0 (below 1e-6) is greedy (lowest id on ties). top_k 0 and top_p 1.0 and min_p 0.0 switch a filter off.
+    presence/frequency penalties subtract from logits of *generated* tokens; repetition_penalty (1.0 = off)
     divides positive and multiplies negative logits of prompt and generated tokens (CTRL, arXiv 1909.05858).
-    logit_bias: (token id, bias) pairs added to logits. seed None: fresh entropy.
-    Order: bias, penalties, temperature, top_k, top_p, min_p, draw.
+    logit_bias: (token id, bias) pairs added to logits. seed: any integer, taken modulo
+    2^64; None: fresh entropy. Order: bias, penalties, temperature, top_k, top_p, min_p, draw.
     """
 
     temperature: float = 1.0

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.core import Float32Array, Int32Array, SamplingParams, TokenConstraint, TokenLogprobs
+from engine.core import SAMPLING_RANGES, Float32Array, Int32Array, SamplingParams, TokenConstraint, TokenLogprobs
 from engine.errors import KernelError, RequestError
 
 Draw = Callable[[Float32Array, float, int, float, float, float], int]
 """(logits, temperature, top_k, top_p, min_p, uniform in [0, 1)) -> id; `CpuEngine.sample`."""
+
+
+_GREEDY_BELOW = 1e-6
+"""A temperature so near to zero that dividing logits by it says nothing more, and may overflow float32."""
 
 
 class Sampler:
@@ -36,7 +39,7 @@ class Sampler:
         self._draw = draw
         self._constraint = constraint
         self._top_logprobs = top_logprobs
-        self._random = np.random.Generator(np.random.PCG64(params.seed))
+        self._random = np.random.Generator(np.random.PCG64(None if params.seed is None else params.seed % 2**64))
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int32)
         self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
         self._generated = _TokenCounts(vocab_size)
@@ -48,17 +51,19 @@ class Sampler:
     def choose(self, logits: Float32Array) -> tuple[int, TokenLogprobs | None]:
         """The next token and, if wanted, its log-probabilities. Overwrites `logits`, float32 [vocab_size].
 
-        Raises KernelError if the logits are not numbers."""
+        Raises KernelError if the logits are not numbers: parameters within SAMPLING_RANGES cannot make them so."""
         before = None if self._top_logprobs is None else _log_softmax(logits)
         self._adjust(logits)
         params = self._params
-        if params.temperature == 0.0:
+        if params.temperature < _GREEDY_BELOW:
             token = int(np.argmax(logits))
         else:
             token = self._draw(
                 logits, params.temperature, params.top_k, params.top_p, params.min_p, self._random.random()
             )
         if not np.isfinite(logits[token]):  # argmax and the draw both end on what is not a number
+            if self._constraint is not None and np.isneginf(logits[token]):
+                raise RequestError("The grammar of this request allows no token here.", code="grammar_dead_end")
             raise KernelError(f"the logits hold no finite maximum: token {token} has {logits[token]}")
         self._generated.add(token)
         if params.repetition_penalty != 1.0:
@@ -104,35 +109,11 @@ class _TokenCounts:
         self.counts[token] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    least: float
-    most: float
-    open_least: bool = False
-
-    def holds(self, value: float) -> bool:
-        return (self.least < value if self.open_least else self.least <= value) and value <= self.most
-
-    def __str__(self) -> str:
-        return f"{'more than' if self.open_least else 'at least'} {self.least:g} and at most {self.most:g}"
-
-
-_RANGES = {
-    "temperature": _Range(0.0, 100.0),
-    "top_p": _Range(0.0, 1.0),
-    "top_k": _Range(0, 2**31 - 1),
-    "min_p": _Range(0.0, 1.0),
-    "presence_penalty": _Range(-100.0, 100.0),
-    "frequency_penalty": _Range(-100.0, 100.0),
-    "repetition_penalty": _Range(0.0, 100.0, open_least=True),
-}
-
-
 def _check(params: SamplingParams, vocab_size: int) -> None:
-    for name, accepted in _RANGES.items():
+    for name, (least, most) in SAMPLING_RANGES.items():
         value = getattr(params, name)
-        if not accepted.holds(value):
-            raise RequestError(f"{name} is {value}, expected {accepted}.", param=name)
+        if not least <= value <= most:
+            raise RequestError(f"{name} is {value}, expected at least {least:g} and at most {most:g}.", param=name)
     for token, _ in params.logit_bias:
         if not 0 <= token < vocab_size:
             raise RequestError(f"logit_bias names token {token}, expected 0..{vocab_size - 1}.", param="logit_bias")

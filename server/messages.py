@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
-from engine.core import Progress
+from engine.core import SAMPLING_RANGES, Progress
 from server import answering, sse
 from server.chatwire import UsageCount
 from server.errors import invalid, to_api_error, unsupported
@@ -113,7 +113,7 @@ class MessagesRequest(CountTokensRequest, CachingRequest):
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, le=int(SAMPLING_RANGES["top_k"][1]))
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 

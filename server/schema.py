@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from engine.core import SAMPLING_RANGES
 from server.errors import ApiError, invalid, unsupported
 
 
@@ -191,6 +192,12 @@ def cache_fields(request: CachingRequest) -> dict[str, Any]:
     }
 
 
+def sampling_field(name: str) -> Any:
+    """An optional number with the range that the engine accepts."""
+    least, most = SAMPLING_RANGES[name]
+    return Field(default=None, ge=least, le=most, allow_inf_nan=False)
+
+
 class StreamableRequest(CachingRequest):
     """What every generating endpoint shares."""
 
@@ -198,13 +205,13 @@ class StreamableRequest(CachingRequest):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=0)
-    temperature: float | None = Field(default=None, ge=0.0, le=2.0, allow_inf_nan=False)
+    temperature: float | None = sampling_field("temperature")
     top_p: float | None = Field(default=None, gt=0.0, le=1.0, allow_inf_nan=False)
-    top_k: int | None = Field(default=None, ge=-1)
-    min_p: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
-    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, le=int(SAMPLING_RANGES["top_k"][1]))
+    min_p: float | None = sampling_field("min_p")
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | list[str] | None = None

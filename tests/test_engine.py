@@ -90,7 +90,7 @@ def test_max_tokens_zero_only_prefills(engine: Engine) -> None:
 
 def test_padding_rows_are_never_drawn(engine: Engine) -> None:
     assert engine.vocab_size == 258 < engine.model.vocab_size
-    results = tokens(engine, request(max_tokens=200, sampling=SamplingParams(temperature=100.0, seed=1)))
+    results = tokens(engine, request(max_tokens=200, sampling=SamplingParams(temperature=2.0, seed=1)))
     assert max(result.token_id for result in results) < 258
 
 

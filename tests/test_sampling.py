@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import load_model, vector_checkpoint
 
-from engine.core import BoolArray, Float32Array, SamplingParams
+from engine.core import SAMPLING_RANGES, BoolArray, Float32Array, SamplingParams
 from engine.cpu import CpuEngine
 from engine.errors import KernelError, RequestError
 from engine.sampling import Sampler
@@ -163,6 +163,48 @@ def test_logits_that_are_no_numbers_are_a_kernel_fault(cpu: CpuEngine, temperatu
         sampler(cpu, SamplingParams(temperature=temperature, top_k=top_k)).choose(np.full(VOCAB, np.nan, np.float32))
 
 
+@pytest.mark.parametrize("name", SAMPLING_RANGES)
+@pytest.mark.parametrize("end", [0, 1])
+def test_both_ends_of_every_range_are_served(cpu: CpuEngine, name: str, end: int) -> None:
+    """No accepted parameter may look like a broken engine: that would end the server."""
+    value = SAMPLING_RANGES[name][end]
+    extreme = {"repetition_penalty": 0.01, "frequency_penalty": -2.0, "temperature": 0.5, "seed": 3}
+    params = SamplingParams(**(extreme | {name: int(value) if name == "top_k" else value}))  # type: ignore[arg-type]
+    chooser = sampler(cpu, params, tuple(range(VOCAB)))
+    for i in range(20):
+        assert 0 <= chooser.choose(random_logits(i) * 1000)[0] < VOCAB
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-9])
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_a_temperature_next_to_zero_is_greedy(cpu: CpuEngine, temperature: float, top_k: int) -> None:
+    logits = random_logits(4) * 100
+    chooser = sampler(cpu, SamplingParams(temperature=temperature, top_k=top_k, top_p=0.9, min_p=0.1, seed=1))
+    assert chooser.choose(logits.copy())[0] == int(logits.argmax())
+
+
+def test_any_integer_is_a_seed(cpu: CpuEngine) -> None:
+    def run(seed: int) -> list[int]:
+        chooser = sampler(cpu, SamplingParams(seed=seed))
+        return [chooser.choose(random_logits(i))[0] for i in range(10)]
+
+    assert run(-1) == run(-1) == run(2**64 - 1)
+    assert run(-(2**63)) == run(2**63)
+
+
+class Nothing(OnlyEven):
+    """A grammar at a dead end."""
+
+    def allowed(self) -> BoolArray | None:
+        return np.zeros(VOCAB, np.bool_)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_dead_end_of_a_grammar_is_the_requests_fault(cpu: CpuEngine, temperature: float) -> None:
+    with pytest.raises(RequestError, match="grammar"):
+        sampler(cpu, SamplingParams(temperature=temperature), constraint=Nothing()).choose(random_logits(0))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -172,6 +214,7 @@ def test_logits_that_are_no_numbers_are_a_kernel_fault(cpu: CpuEngine, temperatu
         ("top_k", -1),
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-38),
         ("presence_penalty", float("inf")),
         ("logit_bias", ((VOCAB, 1.0),)),
         ("logit_bias", ((-1, 1.0),)),
