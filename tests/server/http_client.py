@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def post(live: LiveServer, body: Any, path: str = CHAT, **headers: str) -> Respo
     return send(live, "POST", path, body, headers)
 
 
-def stream_lines(live: LiveServer, body: dict[str, Any], path: str = CHAT) -> Iterator[str]:
+def stream_lines(live: LiveServer, body: dict[str, Any], path: str = CHAT) -> Generator[str, None, None]:
     """The lines of an event stream, as they arrive."""
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
     try:
