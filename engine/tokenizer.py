@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,8 +51,17 @@ class Tokenizer:
     def encode(self, text: str, allow_special: bool) -> list[int]:
         """Ids of `text`. allow_special: added tokens in the text become their ids; else they are spelt out as text."""
         tokenizer = self._template if allow_special else self._plain
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        # A batch of one: unlike `encode`, it leaves the interpreter to other threads, and texts can be megabytes.
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of n bytes has at least n / longest_token tokens."""
+        longest = max(len(text.encode()) for text in self.added_tokens) if self.added_tokens else 1
+        for text in self._plain.get_vocab():
+            longest = max(longest, len(text))  # a character of the byte-level alphabet stands for one byte
+        return longest
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for: none for special tokens and for ids without a token. UTF-8 characters

@@ -119,6 +119,9 @@ def _prompt_ids(request: CompletionRequest, service: Service) -> list[list[int]]
     if isinstance(given, list) and given and not isinstance(given[0], int):
         prompts = list(given)
     tokenizer = service.prompts.tokenizer
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            service.prompts.refuse_hopeless(prompt, service.worker.context_length, "prompt")
     encoded = [
         tokenizer.encode(prompt, allow_special=request.parse_special is not False)
         if isinstance(prompt, str)

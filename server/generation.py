@@ -58,7 +58,7 @@ class ChoiceBuilder:
         """The work of a chat request. tenant: whose cached prompts may be used. Raises ApiError or RequestError for
         whatever cannot be served."""
         stops = stop_strings(request.stop)
-        chat = self._prompts.chat(request)
+        chat = self._prompts.chat(request, context_length)
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         generation = self._prompts.generation_request(

@@ -101,8 +101,17 @@ class PromptBuilder:
         self._template = template
         self._turn_start = tokenizer.added_tokens.get(TURN_START)
 
-    def chat(self, request: ChatCompletionRequest) -> ChatPrompt:
-        """Render and encode the messages of `request`. Raises RequestError (400) for what cannot be rendered."""
+    def refuse_hopeless(self, text: str, context_length: int, param: str = "messages") -> None:
+        """ContextLengthExceeded for a text whose mere size is too much: encoding it could take minutes."""
+        # Normalisation (NFC) composes three characters into one at the most.
+        least = len(text) // (3 * self.tokenizer.longest_token)
+        if least > context_length:
+            raise _context_exceeded(least, 1, context_length, param)
+
+    def chat(self, request: ChatCompletionRequest, context_length: int | None = None) -> ChatPrompt:
+        """Render and encode the messages of `request`. context_length: refuse early what cannot fit.
+
+        Raises RequestError (400) for what cannot be rendered, ContextLengthExceeded."""
         guard = SpecialTextGuard(self.tokenizer.added_tokens)
         messages = template_messages(request.messages)
         continued = bool(request.continue_final_message)
@@ -127,6 +136,8 @@ class PromptBuilder:
                     "The chat template does not show the final message, so it cannot be continued.",
                     param="continue_final_message",
                 )
+        if context_length is not None:
+            self.refuse_hopeless(rendered, context_length)
         pieces = guard.split(rendered)
         ids: list[int] = []
         for piece in pieces:
@@ -162,9 +173,7 @@ class PromptBuilder:
         """
         prompt_tokens = len(prompt.token_ids)
         if prompt_tokens + (max_tokens if max_tokens is not None else 1) > context_length:
-            error = ContextLengthExceeded(prompt_tokens, max_tokens if max_tokens is not None else 1, context_length)
-            error.param = param
-            raise error
+            raise _context_exceeded(prompt_tokens, 1 if max_tokens is None else max_tokens, context_length, param)
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt,
@@ -332,6 +341,12 @@ def _template_values(request: ChatCompletionRequest) -> dict[str, bool]:
         elif request.reasoning_effort == "none":
             values["enable_thinking"] = False
     return values
+
+
+def _context_exceeded(prompt: int, output: int, context_length: int, param: str) -> ContextLengthExceeded:
+    error = ContextLengthExceeded(prompt, output, context_length)
+    error.param = param
+    return error
 
 
 def _mark_end(messages: list[dict[str, Any]], guard: SpecialTextGuard) -> tuple[list[dict[str, Any]], str]:

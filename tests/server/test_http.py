@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from http_client import CHAT, post, send
 from live_server import MODEL, LiveServer, access_line, chat_body
 
 from engine.errors import ConfigError
+from engine.tokenizer import Tokenizer
 from server.app import listen
 
 
@@ -223,3 +225,31 @@ def test_busy_address_is_a_setting_at_fault(host: str) -> None:
 def test_unknown_host_is_a_setting_at_fault() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:1"):
         listen("no.such.host.invalid", 1)
+
+
+def test_an_endless_text_is_refused_before_it_is_encoded(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size alone is too much; encoding it would take minutes."""
+
+    def encode(self: Tokenizer, text: str, allow_special: bool) -> list[int]:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    for path, body in (
+        (CHAT, chat_body("x" * 1_000_000)),
+        ("/v1/completions", {"model": MODEL, "prompt": "x" * 1_000_000}),
+    ):
+        answer = post(live, body, path)
+        assert answer.status == 400
+        assert answer.error["code"] == "context_length_exceeded"
+
+
+def test_encoding_a_long_text_leaves_others_their_answers(live: LiveServer) -> None:
+    """The tokenizer runs without the interpreter lock: others are answered while megabytes are encoded."""
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(post, live, {"model": MODEL, "prompt": "a b" * 340_000}, "/tokenize")
+        answered = 0
+        while not work.done():
+            assert send(live, "GET", "/health").status == 200
+            answered += 1
+        assert work.result().status == 200
+    assert answered > 3
