@@ -74,10 +74,10 @@ class Bench:
     """The original's answers, and a place to write variants."""
 
     def __init__(
-        self, source: Path, lessons: list[Sample], text: list[Sample], workplace: Path, threads: int | None
+        self, source: Path, lessons: list[Sample], text: list[Sample], workspace: Path, threads: int | None
     ) -> None:
         self.source = source
-        self._workplace = workplace
+        self._workspace = workspace
         self._threads = threads
         original = Forward(source, threads)
         self._lessons, self._text = Reference(original, lessons), Reference(original, text)
@@ -85,7 +85,7 @@ class Bench:
 
     def measure(self, name: str, prepared: Conversion, *, text: bool) -> Row:
         """Writes a variant and measures it as it would be served; text: on running text too."""
-        path = self._workplace / name
+        path = self._workspace / name
         convert.run(prepared, path, threads=self._threads, progress=lambda done, total: None)
         candidate = Forward(path, self._threads)
         running = self._text.score(candidate) if text else None
@@ -96,7 +96,7 @@ class Bench:
 
     def path(self, name: str) -> Path:
         """Where a measured variant lies."""
-        return self._workplace / name
+        return self._workspace / name
 
 
 class AbsmaxSource:
@@ -256,17 +256,17 @@ def quality(
 ) -> None:
     """Calibrate, convert, prune and measure; print tables and one JSON line."""
     with tempfile.TemporaryDirectory(prefix="fermion-quality-") as name:
-        workplace = Path(name)
+        workspace = Path(name)
         reader = CorpusReader(source, longest)
         training = take(reader, None, calibration_samples, held_out=False, seed=1)
         mixed = training[: calibration_samples // 2] + list(reader.file(calibration_text))
         model = Forward(source, threads)
         # Rounding must hold for all text, pruning for what the model is to be kept for: here, the lessons.
-        calibration = _calibrated(model, mixed, workplace / "mixed", second_order=True)
-        saliency = _calibrated(model, training, workplace / "lessons", second_order=False)
+        calibration = _calibrated(model, mixed, workspace / "mixed", second_order=True)
+        saliency = _calibrated(model, training, workspace / "lessons", second_order=False)
         model.close()
         lessons = take(reader, None, samples, held_out=True, seed=2)
-        bench = Bench(source, lessons, list(reader.file(text)), workplace, threads)
+        bench = Bench(source, lessons, list(reader.file(text)), workspace, threads)
         typer.echo(HEADER)
         rows = quantized(bench, calibration)
         losses = pruned(bench, saliency, rows["size"])
