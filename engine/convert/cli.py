@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -74,6 +74,7 @@ Model = Annotated[Path, typer.Argument(help="Checkpoint directory, converted or 
 Corpus = Annotated[Path | None, typer.Option(help="JSONL of texts or chats; default: lessons of the demo model.")]
 Samples = Annotated[int, typer.Option(min=1, help="Sequences of the corpus to use.")]
 Seed = Annotated[int, typer.Option(help="Of the demo's lessons.")]
+Compute = Literal["w4a8", "f32"]
 
 
 def calibrate(
@@ -108,6 +109,10 @@ def evaluate(
     against: Annotated[Path, typer.Option(help="The reference: usually what the model was converted from.")],
     corpus: Corpus = None,
     samples: Samples = 256,
+    compute: Annotated[
+        Compute, typer.Option(help="w4a8: as served; f32: packed weights unpacked to float32.")
+    ] = "w4a8",
+    against_compute: Annotated[Compute, typer.Option(help="The same for the reference.")] = "w4a8",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     seed: Seed = 2,
     threads: Threads = None,
@@ -119,7 +124,7 @@ def evaluate(
 
     with _exit_codes():
         chosen = take(CorpusReader(against, LONGEST), corpus, samples, held_out=True, seed=seed)
-        reference, candidate = Forward(against, threads), Forward(model, threads)
+        reference, candidate = Forward(against, threads, against_compute), Forward(model, threads, compute)
         try:
             if reference.config.vocab_size != candidate.config.vocab_size:
                 raise ConfigError(f"{model} and {against} have different vocabularies")
