@@ -93,7 +93,7 @@ async def stream(
                 silence.restart()
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
             if isinstance(event, Failed):
-                record.outcome = _outcome(job, event)
+                _note_failure(record, job, event)
             if is_last:
                 return
 
@@ -114,7 +114,7 @@ async def whole(
         while True:
             event = await job.next_event(silence.left_s)
             if isinstance(event, Failed):
-                record.outcome = _outcome(job, event)
+                _note_failure(record, job, event)
                 if not is_started:
                     raise to_api_error(event.error)
                 # The status is out. An unterminated body is the only way left to say that this is no answer.
@@ -137,11 +137,14 @@ async def whole(
                 await send({"type": "http.response.body", "body": b"\n", "more_body": True})
 
 
-def _outcome(job: Job, event: Failed) -> str:
+def _note_failure(record: AccessRecord, job: Job, event: Failed) -> None:
     error = to_api_error(event.error)
     if error.status >= 500 and not isinstance(event.error, ApiError):
         log.error("request %s: %s", job.id, event.error)
-    return error.code
+    record.outcome = error.code
+    # With the status line out, the log must not say 200 of a request that was given up.
+    if error.status == 499 and record.status:
+        record.status = error.status
 
 
 def _note(record: AccessRecord, job: Job) -> None:

@@ -37,6 +37,7 @@ class AccessRecord:
     """What the access log says about one request. Filled in by whoever knows; never holds content."""
 
     request_id: str
+    # 499: withdrawn, or the client left, whatever had been sent by then.
     status: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -98,6 +99,9 @@ class RequestEnvelope:
                 headers = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode())]
                 message = {**message, "headers": headers}
             await send(message)
+            if message.get("more_body"):
+                # A lost connection is reported in the loop's next turn; what is written until then goes nowhere.
+                await asyncio.sleep(0)
 
         try:
             await self._app(scope, receive, send_with_id)
@@ -184,8 +188,9 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole request body. Over `limit` bytes it is a 413, before it is read if the length is declared.
 
-    A client that stops sending gets a 408.
+    A client that stops sending gets a 408, a compressed body a 415.
     """
+    _check_encoding(scope)
     too_large = ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
@@ -205,6 +210,15 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise too_large
         if not message.get("more_body", False):
             return bytes(body)
+
+
+def _check_encoding(scope: Scope) -> None:
+    for name, value in scope["headers"]:
+        if name == b"content-encoding":
+            for encoding in value.decode("latin-1").split(","):
+                if encoding.strip().lower() not in ("", "identity"):
+                    text = f"Content-Encoding '{_printable(encoding.strip()[:40])}' is not supported: send plain JSON."
+                    raise ApiError(415, text, code="unsupported_content_encoding")
 
 
 async def send_json(send: Send, value: Any, status: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from http_client import CHAT, post, send, stream_events, stream_lines
-from live_server import LiveServer, chat_body
+from live_server import LiveServer, access_line, chat_body
 
 Starter = Callable[..., LiveServer]
 
@@ -55,6 +55,32 @@ def right_answer(live: LiveServer, content: str) -> bool:
     answer = post(live, chat_body(content, enable_thinking=False)).json["choices"][0]["message"]["content"]
     own = live.engine.requests[-1].prompt.token_ids
     return bool(answer == f"sum {int(own.sum())}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_left_is_logged_as_499(
+    start_server: Starter, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    caplog.set_level("INFO", logger="fermion")
+    live = start_server()
+    live.engine.layers, live.engine.layer_s = 200, 0.02
+    connection = Connection(live, chat_body(stream=stream))
+    wait_until(lambda: live.worker.running == 1)
+    connection.drop()
+    line = access_line(caplog, "POST")
+    assert f"POST {CHAT} 499 " in line
+    assert line.endswith("request_cancelled")
+
+
+def test_nothing_is_written_to_lost_connections(start_server: Starter, caplog: pytest.LogCaptureFixture) -> None:
+    live = start_server(queue_size=64)
+    live.engine.say("<think>\n</think>\n\n" + "the quick brown fox " * 300)
+    for _ in range(30):
+        connection = Connection(live, chat_body(stream=True))
+        connection.wait_for_bytes()
+        connection.drop(reset=True)
+    wait_until(lambda: is_idle(live))
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 @pytest.mark.parametrize("stream", [True, False])
