@@ -18,6 +18,7 @@ from engine.errors import ContextLengthExceeded, ModelFileError, RequestError
 from engine.tokenizer import Tokenizer
 from server.errors import invalid, unsupported
 from server.schema import (
+    TEMPLATE_SWITCHES,
     CachingRequest,
     ChatCompletionRequest,
     Content,
@@ -326,7 +327,7 @@ def _template_values(request: ChatCompletionRequest) -> dict[str, bool]:
     """The switches a template knows. Nothing else of a request reaches it."""
     values: dict[str, bool] = {}
     for name, value in (request.chat_template_kwargs or {}).items():
-        if name not in ("enable_thinking", "preserve_thinking", "add_vision_id") or value is None:
+        if name not in TEMPLATE_SWITCHES or value is None:
             continue
         if not isinstance(value, bool):
             raise invalid(

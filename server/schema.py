@@ -67,6 +67,10 @@ ContentPart = Annotated[
     TextPart | RefusalPart | ImagePart | AudioPart | FilePart | VideoPart, Field(discriminator="type")
 ]
 Content = str | list[ContentPart]
+# Kinds of content parts, of all API shapes, that are known in order to be refused by name.
+_REFUSED_PARTS = frozenset(
+    {"image_url", "input_audio", "file", "video_url", "image", "document", "input_image", "input_file"}
+)
 
 
 class FunctionCall(WireModel):
@@ -310,6 +314,17 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Hints that clients send by default and that change nothing here: these values ask for nothing, others are noted.
+_NEUTRAL_HINTS: dict[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "service_tier": (None, "auto", "default", "standard_only"),
+    "verbosity": (None, "medium"),
+    "prediction": (None,),
+}
+
+# Switches of the chat template that `chat_template_kwargs` may set.
+TEMPLATE_SWITCHES = frozenset({"enable_thinking", "preserve_thinking", "add_vision_id"})
+
 # Fields of other requests that an endpoint does not have, refused there unless null.
 _ELSEWHERE = frozenset({"messages", "prompt", "tools", "response_format", "structured_outputs"})
 
@@ -357,18 +372,21 @@ def _check_value(value: Any, path: str, depth: int) -> None:
         _check_text(value, path)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_text(key, path)
+            _check_text(key, path, is_key=True)
             _check_value(item, f"{path}.{key}" if path else key, depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _check_value(item, f"{path}[{index}]", depth + 1)
 
 
-def _check_text(text: str, path: str) -> None:
+def _check_text(text: str, path: str, *, is_key: bool = False) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        message = f"'{path}' holds half of a surrogate pair at character {error.start}: it is not valid Unicode."
+        what = f"'{path}' holds"
+        if is_key:
+            what = f"In '{path}', a field name holds" if path else "A field name holds"
+        message = f"{what} half of a surrogate pair at character {error.start}: it is not valid Unicode."
         raise invalid(message, path or None, "invalid_unicode") from None
 
 
@@ -397,15 +415,46 @@ def _validation_error(details: Iterable[ErrorDetails], body: Any) -> ApiError:
         return ApiError(400, f"Missing required parameter: '{name}'.", code="missing_required_parameter", param=name)
     reasons = list(dict.fromkeys(_reason(detail) for detail in here))
     is_type = all(detail["type"].endswith("_type") for detail in here)
+    if all(reason.startswith("must be ") for reason in reasons):
+        reasons[1:] = [reason.removeprefix("must be ") for reason in reasons[1:]]
     message = f"Invalid {'type' if is_type else 'value'} for '{name}': {' or '.join(reasons)}."
     if is_type:
         message = f"{message[:-1]}, but got {_type_name(first['input'])}."
     return ApiError(400, message, code="invalid_type" if is_type else "invalid_value", param=name)
 
 
+# Pydantic's types of errors in words; names in braces come from the error's context.
+_REASONS = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "bool_type": "must be a boolean",
+    "string_type": "must be a string",
+    "list_type": "must be an array",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must have at least {min_length} character(s)",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "too_short": "must have at least {min_length} item(s)",
+    "union_tag_not_found": "must be an object with a 'type'",
+}
+
+
 def _reason(detail: ErrorDetails) -> str:
-    text = detail["msg"]
-    return text.removeprefix("Input should be ").removeprefix("a valid ").replace("dictionary", "object")
+    if detail["type"] == "union_tag_invalid":
+        tags = [tag.strip("'") for tag in detail["ctx"]["expected_tags"].split(", ")]
+        return "'type' must be one of " + ", ".join(f"'{tag}'" for tag in tags if tag not in _REFUSED_PARTS)
+    words = _REASONS.get(detail["type"])
+    if words is not None:
+        return words.format_map(detail.get("ctx", {}))
+    return detail["msg"].replace("Input should be ", "must be ", 1).replace("dictionary", "object")
 
 
 def _type_name(value: Any) -> str:
@@ -445,15 +494,25 @@ def format_path(path: Iterable[int | str]) -> str:
 
 
 def unknown_fields(request: WireModel, prefix: str = "") -> Iterator[str]:
-    """Names of ignored fields, list positions left out: `messages[].extra`."""
+    """Names of ignored fields, list positions left out: `messages[].extra`. Parts that are refused are left out."""
     for name, value in (request.model_extra or {}).items():
-        if value is not None and name not in _NEUTRAL_VALUES:
+        if value is not None and name not in _NEUTRAL_VALUES and not _is_neutral_hint(name, value):
             yield prefix + name
     for name in type(request).model_fields:
         value = getattr(request, name)
-        if isinstance(value, WireModel):
+        if name in _NEUTRAL_HINTS and not _is_neutral_hint(name, value):
+            yield prefix + name
+        elif name == "chat_template_kwargs":
+            for key, item in (value or {}).items():
+                if item is not None and key not in TEMPLATE_SWITCHES:
+                    yield f"{prefix}{name}.{key}"
+        elif isinstance(value, WireModel):
             yield from unknown_fields(value, f"{prefix}{name}.")
         elif isinstance(value, list):
             for item in value:
-                if isinstance(item, WireModel):
+                if isinstance(item, WireModel) and getattr(item, "type", None) not in _REFUSED_PARTS:
                     yield from unknown_fields(item, f"{prefix}{name}[].")
+
+
+def _is_neutral_hint(name: str, value: Any) -> bool:
+    return name in _NEUTRAL_HINTS and value in _NEUTRAL_HINTS[name]

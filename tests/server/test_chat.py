@@ -305,6 +305,57 @@ def test_unknown_fields_are_ignored_and_logged_once(live: LiveServer, caplog: py
     ]
 
 
+def ignored_names(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Fields that the log calls ignored."""
+    lines = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
+    return sorted(line.split("'")[1] for line in lines)
+
+
+def test_unknown_template_switches_are_logged_once(
+    start_server: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    live = start_server()
+    switches = {"enable_thinking": False, "thinking_style": "long", "nothing": None}
+    for _ in range(2):
+        assert post(live, chat_body(chat_template_kwargs=switches)).status == 200
+    assert ignored_names(caplog) == ["chat_template_kwargs.thinking_style"]
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "preserve_thinking", "add_vision_id"])
+def test_template_switches_are_booleans(live: LiveServer, name: str) -> None:
+    response = post(live, chat_body(chat_template_kwargs={name: "false"}))
+    assert (response.status, response.error["param"]) == (400, f"chat_template_kwargs.{name}")
+
+
+def test_hints_that_ask_for_something_are_logged_once(
+    start_server: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    live = start_server()
+    neutral: list[dict[str, Any]] = [
+        {"store": False, "service_tier": "auto", "verbosity": "medium", "prediction": None},
+        {"store": None, "service_tier": "default", "verbosity": None},
+    ]
+    for fields in neutral:
+        assert post(live, chat_body(**fields)).status == 200
+    assert ignored_names(caplog) == []
+    prediction = {"type": "content", "content": "x"}
+    for _ in range(2):
+        asking = chat_body(store=True, service_tier="flex", verbosity="low", prediction=prediction)
+        assert post(live, asking).status == 200
+    assert ignored_names(caplog) == ["prediction", "service_tier", "store", "verbosity"]
+
+
+def test_refused_part_is_not_logged_as_ignored(
+    start_server: Callable[..., LiveServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    live = start_server()
+    part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    assert post(live, chat_body([part])).status == 400
+    image = {"type": "image", "source": {"type": "url", "url": "http://x/y"}}
+    assert post(live, chat_body([image], max_tokens=5), "/v1/messages").status == 400
+    assert ignored_names(caplog) == []
+
+
 def test_engine_refusal_is_a_status(live: LiveServer) -> None:
     live.engine.error = RequestError("no such adapter", param="adapter")
     response = post(live, chat_body())

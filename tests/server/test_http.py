@@ -152,6 +152,47 @@ def test_stream_headers(live: LiveServer) -> None:
     assert headers["x-accel-buffering"] == "no"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": -1}, "Invalid value for 'max_tokens': must be at least 0."),
+        ({"top_p": 0}, "Invalid value for 'top_p': must be greater than 0.0."),
+        ({"n": 129}, "Invalid value for 'n': must be at most 128."),
+        ({"stream": "yes"}, "Invalid type for 'stream': must be a boolean, but got a string."),
+        ({"stop": 5}, "Invalid type for 'stop': must be a string or an array, but got a number."),
+        ({"messages": [5]}, "Invalid type for 'messages[0]': must be an object, but got a number."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
+            "Invalid value for 'messages[0].content[0]': "
+            "'type' must be one of 'text', 'input_text', 'output_text', 'refusal'.",
+        ),
+    ],
+)
+def test_refusals_are_sentences(live: LiveServer, fields: dict[str, Any], message: str) -> None:
+    response = post(live, chat_body(**fields))
+    assert (response.status, response.error["message"]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("body", "start"),
+    [
+        (chat_body(metadata={"\udfff": 1}), "In 'metadata', a field name holds half of a surrogate pair"),
+        (chat_body(**{"\udfff": 1}), "A field name holds half of a surrogate pair"),
+        (chat_body(user="\udfff"), "'user' holds half of a surrogate pair"),
+    ],
+)
+def test_lone_surrogate_is_located(live: LiveServer, body: dict[str, Any], start: str) -> None:
+    assert post(live, body).error["message"].startswith(start)
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity, br", 415), ("Identity", 200)])
+def test_compressed_bodies_are_refused(live: LiveServer, encoding: str, status: int) -> None:
+    response = send(live, "POST", CHAT, chat_body(), {"content-encoding": encoding})
+    assert response.status == status
+    if status == 415:
+        assert f"'{encoding.split()[-1]}'" in response.error["message"]
+
+
 def test_body_limit(start_server: Callable[..., LiveServer]) -> None:
     live = start_server(max_body_bytes=1000)
     response = post(live, chat_body("x" * 2000))
