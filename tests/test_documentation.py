@@ -39,8 +39,9 @@ def test_every_setting_is_documented_with_its_default(repository: Path) -> None:
     assert set(rows) == set(Settings.model_fields)
     for name, shown in rows.items():
         default = Settings.model_fields[name].default
-        if isinstance(default, str | float) and not isinstance(default, bool):
-            assert shown == f"`{default:g}`" if isinstance(default, float | int) else f"`{default}`"
+        if isinstance(default, str | float | int) and not isinstance(default, bool):
+            expected = f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+            assert shown == expected, name
 
 
 def test_every_target_is_explained_or_internal(repository: Path) -> None:
