@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.cpu import resolve_tier
-from engine.placement import available_bytes, choose_threads
+from engine.placement import available_bytes, choose_threads, wanted_context
 from engine.state import PAGE_TOKENS, page_bytes, recurrent_bytes
 from engine.weights import StoredTensor, Weights, load_weights
 
@@ -152,7 +152,7 @@ def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
         model=weights.config,
         parts=parts_of(weights),
         sequence=sequence_of(weights.config, kv_f32=config.compute == "f32"),
-        context_length=config.context_length or weights.config.max_position_embeddings,
+        context_length=wanted_context(weights.config, config),
         tier=resolve_tier(config.simd_tier),
         threads=threads,
         pinned_to=pinned_to,

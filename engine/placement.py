@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import OutOfMemory
+from engine.errors import ConfigError, OutOfMemory
 from engine.state import PAGE_TOKENS, page_bytes, recurrent_bytes
 
 _SPARE_SHARE = 0.1  # of the memory that is free: left to everything else
@@ -32,14 +32,14 @@ class Placement:
 
 def place(model: ModelConfig, config: EngineConfig, weights_bytes: int, cache_bytes: int = 0) -> Placement:
     """Decide for one sequence at a time. cache_bytes: memory that the prefix cache will fill. OutOfMemory if the
-    context asked for does not fit, or none does."""
+    context asked for does not fit, or none does; ConfigError for more threads than processors or a context longer than
+    the model's."""
     threads, cpus = choose_threads(config.threads)
     per_page = page_bytes(model, config.compute == "f32")
     fixed = _fixed_bytes(model, config, weights_bytes) + cache_bytes
     free = available_bytes()
     budget = int(free * (1 - _SPARE_SHARE)) - fixed
-    wanted = config.context_length if config.context_length is not None else model.max_position_embeddings
-    wanted = min(wanted, model.max_position_embeddings)
+    wanted = wanted_context(model, config)
     fitting = budget // per_page * PAGE_TOKENS
     if (config.context_length is not None and fitting < wanted) or fitting < PAGE_TOKENS:
         asked = max(wanted if config.context_length is not None else 0, PAGE_TOKENS)
@@ -53,6 +53,17 @@ def place(model: ModelConfig, config: EngineConfig, weights_bytes: int, cache_by
         recurrent_bytes=recurrent_bytes(model),
         kv_bytes_per_token=per_page // PAGE_TOKENS,
     )
+
+
+def wanted_context(model: ModelConfig, config: EngineConfig) -> int:
+    """Tokens of context that the settings ask for, by default the model's own. ConfigError if that is more than the
+    model has positions for."""
+    longest = model.max_position_embeddings
+    if config.context_length is None:
+        return longest
+    if config.context_length > longest:
+        raise ConfigError(f"context_length is {config.context_length} tokens, this model has at most {longest}")
+    return config.context_length
 
 
 def spare_bytes(model: ModelConfig, config: EngineConfig, weights_bytes: int) -> int:
@@ -69,13 +80,22 @@ def _fixed_bytes(model: ModelConfig, config: EngineConfig, weights_bytes: int) -
 def choose_threads(wanted: int | None) -> tuple[int, tuple[int, ...] | None]:
     """(threads, processors to pin them to). By default one thread per physical core that the process may use, fewer
     under a CPU quota. Nothing is pinned when threads and cores do not correspond one to one: under a quota the
-    scheduler must be free to choose, and extra threads must share."""
+    scheduler must be free to choose, and extra threads must share. ConfigError for more threads than processors: they
+    work in step, so each would wait for those that wait for a processor."""
     cores = physical_cpus(_ALLOWED_CPUS)
+    if wanted is not None:
+        check_threads(wanted)
     quota = cpu_quota()
     if wanted is None:
         wanted = len(cores) if quota is None else max(1, min(len(cores), math.floor(quota)))
     pinned = quota is None and wanted <= len(cores)
     return wanted, cores[:wanted] if pinned else None
+
+
+def check_threads(wanted: int) -> None:
+    """ConfigError for more threads than this process may use processors."""
+    if wanted > len(_ALLOWED_CPUS):
+        raise ConfigError(f"threads is {wanted}, this process may use {len(_ALLOWED_CPUS)} processors")
 
 
 def physical_cpus(allowed: Iterable[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ SimdTier = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        help="Threads that compute. (default: one per physical core)", rich_help_panel=_ENGINE, show_default=False
+        help="Threads that compute, at most one per processor. (default: one per physical core)", rich_help_panel=_ENGINE, show_default=False
     ),
 ]
 Compute = Annotated[
@@ -69,7 +69,7 @@ Compute = Annotated[
 ContextLength = Annotated[
     int | None,
     typer.Option(
-        help="Context window in tokens. (default: the model's own)", rich_help_panel=_ENGINE, show_default=False
+        help="Context window in tokens, at most the model's own. (default: that)", rich_help_panel=_ENGINE, show_default=False
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]

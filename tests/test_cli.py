@@ -57,6 +57,20 @@ def test_each_command_explains_itself(command: str) -> None:
     assert f"Usage: fermion {command}" in result.stdout
 
 
+@pytest.mark.parametrize("command", ["serve", "info", "bench decode"])
+def test_impossible_settings_are_refused_with_both_numbers(command: str) -> None:
+    result = fermion(*command.split(), "--threads", "1024")
+    assert result.returncode == 2
+    assert re.search(r"error: threads is 1024, this process may use \d+ processors", result.stderr)
+
+
+@pytest.mark.parametrize("command", ["serve", "info"])
+def test_a_context_beyond_the_models_is_refused(command: str) -> None:
+    result = fermion(command, "--threads", "1", "--context-length", "99999999")
+    assert result.returncode == 2
+    assert re.search(r"error: context_length is 99999999 tokens, this model has at most \d+", result.stderr)
+
+
 def test_version() -> None:
     assert fermion("--version").stdout == f"fermion {version('fermion')}\n"
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from engine.convert import cli as checkpoints
+from server.cli import app
 from server.config import Settings
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/settings.md", "docs/api.md", "docs/prefix-cache.md")
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/bench/NOTES.md", *PAGES)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -32,6 +39,49 @@ def test_links_to_files_lead_somewhere(name: str, repository: Path) -> None:
     path = repository / name
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         assert target.startswith("https://") or (path.parent / target).exists(), target
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """Words of every `fermion` command in a block of code or between backquotes, continued lines joined."""
+    text = text.replace("\\\n", " ")
+    shown = re.findall(r"^(?:    |\$ )?(?:[A-Z_]+=\S+ )*(fermion [a-z].*)$", text, re.MULTILINE)
+    shown += re.findall(r"`(fermion [a-z][^`]*)`", text)
+    for command in shown:
+        plain = re.sub(r"[\[\]|]", " ", command.partition(" #")[0])  # [--optional a|b] is a way to write usage
+        yield shlex.split(plain)[1:]
+
+
+def checkpoint_command(name: str) -> object:
+    described = typer.Typer()
+    described.command()(getattr(checkpoints, name))
+    return typer.main.get_command(described)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_command_and_flag_exists(name: str, repository: Path) -> None:
+    for words in commands_of((repository / name).read_text()):
+        command = typer.main.get_command(app)
+        if hasattr(checkpoints, words[0]):  # described where their code is
+            command, words = checkpoint_command(words[0]), words[1:]
+        for word in words:
+            if word.startswith("-"):
+                flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+                assert word.partition("=")[0] in flags | {"--help", "-h"}, (words, word)
+            elif hasattr(command, "commands"):
+                assert word in command.commands, (words, word)
+                command = command.commands[word]
+
+
+def test_commands_are_found_where_they_stand() -> None:
+    text = (
+        "so:\n\n    fermion prune SRC [--keep 128] \\\n        --save-selection a.json  # why\n\nand `fermion info`.\n"
+    )
+    assert list(commands_of(text)) == [["prune", "SRC", "--keep", "128", "--save-selection", "a.json"], ["info"]]
+
+
+def test_every_page_is_linked_from_the_readme(repository: Path) -> None:
+    readme = (repository / "README.md").read_text()
+    assert [page for page in PAGES if f"({page})" not in readme] == []
 
 
 def test_every_setting_is_documented_with_its_default(repository: Path) -> None:

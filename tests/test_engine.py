@@ -180,8 +180,8 @@ def test_context_is_the_models_unless_told(tmp_path: Path) -> None:
     directory = packed_checkpoint(tmp_path / "packed")
     with Engine.load(directory, EngineConfig(threads=1)) as engine:
         assert engine.context_length == 4096
-    with Engine.load(directory, EngineConfig(threads=1, context_length=10**6)) as engine:
-        assert engine.context_length == 4096
+    with pytest.raises(ConfigError, match="context_length is 4097 tokens, this model has at most 4096"):
+        Engine.load(directory, EngineConfig(threads=1, context_length=4097))
 
 
 def test_tokenizer_larger_than_the_model(tmp_path: Path) -> None:

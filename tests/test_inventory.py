@@ -14,7 +14,7 @@ from engine.config import EngineConfig, parse_config
 from engine.convert.plan import build_plan
 from engine.convert.source_config import geometry
 from engine.convert.synthetic import RandomCheckpoint, Shape, published_config
-from engine.errors import ModelFileError
+from engine.errors import ConfigError, ModelFileError
 from engine.inventory import Inventory, parts_of, sequence_of, take_inventory
 from server.config import DEMO_CHECKPOINT
 
@@ -78,6 +78,9 @@ def test_the_demo_model_is_read_from_its_files() -> None:
     stored = (DEMO_CHECKPOINT / "model.safetensors").stat().st_size
     assert 0.98 * stored < inventory.weight_bytes < stored
     assert inventory.model.num_experts >= 8
+    assert inventory.context_length == 128
+    with pytest.raises(ConfigError, match=r"context_length is 99999999 tokens, this model has at most \d+"):
+        take_inventory(DEMO_CHECKPOINT, EngineConfig(threads=1, context_length=99_999_999))
     assert {part.name for part in inventory.parts} >= {"experts", "delta net", "attention", "vision tower"}
 
 

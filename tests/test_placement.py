@@ -10,6 +10,7 @@ import pytest
 from tiny_models import VECTORS
 
 from engine.config import EngineConfig, parse_config
+from engine.errors import ConfigError
 from engine.placement import available_bytes, choose_threads, cpu_quota, physical_cpus, place, spare_bytes
 from engine.state import recurrent_bytes
 
@@ -51,11 +52,15 @@ def test_quota_of_old_control_groups(tmp_path: Path) -> None:
 
 
 def test_threads_by_default_and_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.placement._ALLOWED_CPUS", frozenset(range(8)))
     monkeypatch.setattr("engine.placement.physical_cpus", lambda allowed: (0, 2, 4, 6))
     monkeypatch.setattr("engine.placement.cpu_quota", lambda: None)
     assert choose_threads(None) == (4, (0, 2, 4, 6))
     assert choose_threads(2) == (2, (0, 2))
     assert choose_threads(5) == (5, None)
+    assert choose_threads(8) == (8, None)
+    with pytest.raises(ConfigError, match="threads is 9, this process may use 8 processors"):
+        choose_threads(9)
     monkeypatch.setattr("engine.placement.cpu_quota", lambda: 2.5)
     assert choose_threads(None) == (2, None)
     monkeypatch.setattr("engine.placement.cpu_quota", lambda: 0.5)
@@ -84,3 +89,10 @@ def test_the_prefix_cache_takes_from_the_context(monkeypatch: pytest.MonkeyPatch
     spare = spare_bytes(model, settings, 10 << 20)
     assert spare == int((100 << 20) * 0.9) - (10 << 20) - recurrent_bytes(model)
     assert spare_bytes(model, settings, 1 << 30) == 0
+
+
+def test_a_context_longer_than_the_models_is_refused() -> None:
+    longest = MODEL.max_position_embeddings
+    assert place(MODEL, EngineConfig(threads=1, context_length=longest), 0).context_length == longest
+    with pytest.raises(ConfigError, match=f"context_length is {longest + 1} tokens, this model has at most {longest}"):
+        place(MODEL, EngineConfig(threads=1, context_length=longest + 1), 0)

@@ -23,6 +23,7 @@ from engine.convert.safetensors import read_checkpoint
 from engine.convert.source_config import Json, dump_json, geometry, is_tied, load_config, load_json, untied
 from engine.convert.writer import ProgressReport, plan_bytes, write_checkpoint
 from engine.errors import ConfigError, ModelFileError
+from engine.placement import check_threads
 
 COPIED_FILES = (
     "tokenizer.json",
@@ -131,7 +132,10 @@ def _plan(source: Path, opened: _Opened, options: Options) -> Plan:
 
 
 def run(conversion: Conversion, destination: Path, *, threads: int | None, progress: ProgressReport) -> None:
-    """Writes the checkpoint; errors as in `writer.write_checkpoint`. threads None: one per usable CPU."""
+    """Writes the checkpoint; errors as in `writer.write_checkpoint`. threads None: one per usable CPU; ConfigError for
+    more than that."""
+    if threads is not None:
+        check_threads(threads)
     write_checkpoint(
         destination,
         conversion.plan,
