@@ -55,7 +55,9 @@ SimdTier = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        help="Threads that compute, at most one per processor. (default: one per physical core)", rich_help_panel=_ENGINE, show_default=False
+        help="Threads that compute, at most one per processor. (default: one per physical core)",
+        rich_help_panel=_ENGINE,
+        show_default=False,
     ),
 ]
 Compute = Annotated[
@@ -69,7 +71,9 @@ Compute = Annotated[
 ContextLength = Annotated[
     int | None,
     typer.Option(
-        help="Context window in tokens, at most the model's own. (default: that)", rich_help_panel=_ENGINE, show_default=False
+        help="Context window in tokens, at most the model's own. (default: that)",
+        rich_help_panel=_ENGINE,
+        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
