@@ -39,7 +39,7 @@ static size_t worker_floats(const fm_model_spec *s) {
     const size_t delta = (size_t)FM_DELTA_CHUNK * (s->value_dim + 2) + fm_delta_scratch(s->key_dim, s->value_dim);
     const size_t tile = (size_t)FM_EXPERT_TOKENS * FM_EXPERT_COLS;
     const size_t experts = 2 * tile + (size_t)s->max_tokens * (FM_EXPERT_COLS + 1);
-    return (most(most(attention, delta), experts) + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
+    return (most(most(attention, delta), most(experts, (size_t)s->hidden)) + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
 }
 
 static size_t lay_out(fm_engine *e, char *base) {
@@ -175,14 +175,66 @@ void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, in
     }
 }
 
+/* Logits within this many nats of the largest are computed again with the input in float32. Int8 inputs put noise of a
+ * few hundredths on every logit, and near ties turn on it: the exact few cost a thousandth of the head and take a fifth
+ * of the flips away (tests/bench/NOTES.md). */
+static const float REFINED_MARGIN = 4.0f;
+
+/* The largest logit of a tile, to find the likely ones without another pass over all. */
+static void tile_maximum(void *arg, int row0, int row1, float *y) {
+    fm_engine *e = arg;
+    float lane[FM_BLOCK_ROWS];
+    memcpy(lane, y, sizeof(lane));
+    for (int row = FM_BLOCK_ROWS; row < row1 - row0; row += FM_BLOCK_ROWS)
+        for (int i = 0; i < FM_BLOCK_ROWS; i++) lane[i] = y[row + i] > lane[i] ? y[row + i] : lane[i];
+    float largest = lane[0];
+    for (int i = 1; i < FM_BLOCK_ROWS; i++) largest = lane[i] > largest ? lane[i] : largest;
+    e->weight[row0 / FM_BLOCK_ROWS] = largest;
+}
+
+typedef struct {
+    const fm_engine *engine;
+    float *logits;
+} refine_job;
+
+static void refine(void *arg, int item, int worker) {
+    const refine_job *job = arg;
+    const fm_engine *e = job->engine;
+    const fm_matrix *head = &e->spec.head;
+    const int row = e->candidates[item].id;
+    float *weights = fm_worker_scratch(e, worker);
+    e->kernels.q4_row(head->data, head->cols, row, weights);
+    e->kernels.f32_matmul(weights, head->cols, 0, 1, e->normed.x, e->normed.ld, NULL, 1, job->logits + row, 1);
+}
+
+static void refine_likely(fm_engine *e, float *logits, int step) {
+    const int vocab = e->spec.vocab;
+    float largest = -INFINITY;
+    for (int row = 0; row < vocab; row += step) {
+        const float tile = e->weight[row / FM_BLOCK_ROWS];
+        if (tile > largest) largest = tile;
+    }
+    const float least = largest - REFINED_MARGIN;
+    int likely = 0;
+    for (int row = 0; row < vocab; row += step) {
+        if (e->weight[row / FM_BLOCK_ROWS] < least) continue;
+        for (int id = row; id < fm_least(row + step, vocab); id++)
+            if (logits[id] >= least) e->candidates[likely++].id = id;
+    }
+    refine_job job = {e, logits};
+    fm_parallel_for(e->pool, likely, refine, &job);
+}
+
 void fm_pass_logits(fm_engine *e, int row, float *logits) {
     const fm_model_spec *s = &e->spec;
-    const int tokens = e->tokens;
+    const int tokens = e->tokens, packed = s->head.dtype == FM_Q4;
     e->ops->rmsnorm(e->hidden + (size_t)row * s->hidden, s->final_norm, s->hidden, s->eps, e->normed.x);
     fm_quantize(e, &e->normed, 0, 0, s->hidden);
     e->tokens = 1;
-    const fm_product head = {.matrix = &s->head, .out = logits, .ld = (size_t)s->vocab};
+    const fm_product head = {
+        .matrix = &s->head, .out = logits, .ld = (size_t)s->vocab, .finish = packed ? tile_maximum : NULL, .arg = e};
     fm_multiply_all(e, &e->normed, &head, 1);
+    if (packed) refine_likely(e, logits, fm_tile_rows(e, &s->head));
     e->tokens = tokens;
 }
 

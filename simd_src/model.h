@@ -112,6 +112,9 @@ typedef struct {
     void *arg;
 } fm_product;
 
+/* Rows of the tiles into which fm_multiply_all cuts a matrix; the last may be shorter. */
+int fm_tile_rows(const fm_engine *e, const fm_matrix *w);
+
 void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count);
 
 void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence);

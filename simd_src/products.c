@@ -76,9 +76,9 @@ static void product_tile(void *arg, int item, int worker) {
     if (p->finish) p->finish(p->arg, row0, row1, p->out + row0);
 }
 
-/* Rows of a tile: enough tiles that no thread waits long for the last, and not more calls than that needs. A float
- * row weighs as much as seven packed ones. */
-static int tile_rows(const fm_engine *e, const fm_matrix *w) {
+/* Enough tiles that no thread waits long for the last, and not more calls than that needs. A float row weighs as much
+ * as seven packed ones. */
+int fm_tile_rows(const fm_engine *e, const fm_matrix *w) {
     if (w->dtype == FM_F32 && e->quantized) return FM_BLOCK_ROWS;
     const int rows = w->rows / (4 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
     return rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, MOST_ROWS);
@@ -87,7 +87,7 @@ static int tile_rows(const fm_engine *e, const fm_matrix *w) {
 void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count) {
     products_job job = {.engine = e, .in = in, .products = products, .count = count};
     for (int i = 0; i < count; i++) {
-        job.step[i] = tile_rows(e, products[i].matrix);
+        job.step[i] = fm_tile_rows(e, products[i].matrix);
         job.first_item[i + 1] = job.first_item[i] + fm_blocks(products[i].matrix->rows, job.step[i]);
     }
     fm_parallel_for(e->pool, job.first_item[count], product_tile, &job);
