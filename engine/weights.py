@@ -118,6 +118,19 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """The layer for multi-token prediction. fc: [hidden, 2 hidden], the embedding's half first; norms are gains,
+    [hidden]. experts: of its own mixture, which a pruned trunk need not share. Embedding and head are the trunk's."""
+
+    fc: Matrix
+    norm_embedding: Float32Array
+    norm_hidden: Float32Array
+    layer: LayerWeights
+    final_norm: Float32Array
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """The text model. config: of the checkpoint, with the number of experts that its tensors have. file keeps the
     mapping alive and holds the tensors of the vision tower and the MTP layer, checked but not bound."""
@@ -225,8 +238,8 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
     if config.vision is not None:
         for name, shape in vision_shapes(config.vision):
             binder.check(name, shape)
-    if config.mtp_num_hidden_layers > 0 and "mtp.fc.weight" in file.tensors:
-        _check_mtp(binder, config)
+    if _has_mtp(file, config):
+        _mtp(binder, config)
     unexpected = sorted(file.tensors.keys() - binder.taken)
     if unexpected:
         more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
@@ -374,17 +387,33 @@ def _moe(binder: _Binder, prefix: str, config: ModelConfig, experts: int) -> Moe
     )
 
 
-def _check_mtp(binder: _Binder, config: ModelConfig) -> None:
-    hidden = config.hidden_size
-    binder.matrix("mtp.fc.weight", hidden, 2 * hidden)
-    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        binder.check(f"mtp.{norm}.weight", (hidden,))
-    for i in range(config.mtp_num_hidden_layers):
-        prefix = f"mtp.layers.{i}."
-        binder.check(f"{prefix}input_layernorm.weight", (hidden,))
-        binder.check(f"{prefix}post_attention_layernorm.weight", (hidden,))
-        _attention(binder, f"{prefix}self_attn.", config)
-        _moe(binder, f"{prefix}mlp.", config, binder.expert_count(f"{prefix}mlp."))
+def mtp_weights(weights: Weights) -> MtpWeights | None:
+    """The layer for multi-token prediction, bound; None if the checkpoint has none. The engine does not run it."""
+    if not _has_mtp(weights.file, weights.config):
+        return None
+    return _mtp(_Binder(weights.file, quantized=weights.config.quantized), weights.config)
+
+
+def _has_mtp(file: ModelFile, config: ModelConfig) -> bool:
+    return config.mtp_num_hidden_layers > 0 and "mtp.fc.weight" in file.tensors
+
+
+def _mtp(binder: _Binder, config: ModelConfig) -> MtpWeights:
+    hidden, prefix = config.hidden_size, "mtp.layers.0."
+    experts = binder.expert_count(f"{prefix}mlp.")
+    if config.num_experts_per_tok > experts:
+        raise ModelFileError(
+            f"{binder.file.directory}: {experts} experts under {prefix}mlp., but {config.num_experts_per_tok} are to "
+            "be chosen per token"
+        )
+    return MtpWeights(
+        fc=binder.matrix("mtp.fc.weight", hidden, 2 * hidden),
+        norm_embedding=binder.gain("mtp.pre_fc_norm_embedding.weight", hidden),
+        norm_hidden=binder.gain("mtp.pre_fc_norm_hidden.weight", hidden),
+        layer=_layer(binder, prefix, dataclasses.replace(config, num_experts=experts), LayerType.FULL_ATTENTION),
+        final_norm=binder.gain("mtp.norm.weight", hidden),
+        experts=experts,
+    )
 
 
 def _check(tensor: StoredTensor, shape: Shape, dtypes: tuple[str, ...]) -> None:

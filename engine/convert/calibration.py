@@ -6,6 +6,7 @@ A calibration file is a safetensors file of float32 tensors. For every MoE block
 For every point where a group of matrices takes its input (`POINTS`):
     LAYER POINT .square        [cols] or [experts, cols]              sum of x^2
     LAYER POINT .correlation   [cols, cols] or [experts, cols, cols]  sum of x x^T, only if it was asked for
+The layer for multi-token prediction is one more layer (`mtp.layers.0.`); `mtp.fc_input` is what its fc reads.
 Inputs of experts are weighted by the square of their gate weight, as their outputs are by the gate weight.
 """
 
@@ -44,6 +45,9 @@ POINTS = {
     "mlp.shared_expert.down_proj.weight": "shared_hidden",
 }
 HEAD_POINT = "final_hidden"
+MTP_PREFIX = "mtp.layers.0."
+MTP_FC_POINT = "mtp.fc_input"
+_POINTS_OF_OTHERS = {"lm_head.weight": HEAD_POINT, "mtp.fc.weight": MTP_FC_POINT}
 _LAYER_NAME = re.compile(r"(.*layers\.\d+\.)(.+)")
 
 
@@ -107,9 +111,9 @@ class Calibration:
 
 
 def point_of(tensor: str) -> str | None:
-    """Full name of the point where a tensor's input is seen; None for tensors without one (embedding, MTP fc)."""
-    if tensor == "lm_head.weight":
-        return HEAD_POINT
+    """Full name of the point where a tensor's input is seen; None for tensors without one (embedding)."""
+    if tensor in _POINTS_OF_OTHERS:
+        return _POINTS_OF_OTHERS[tensor]
     match = _LAYER_NAME.fullmatch(tensor)
     if match is None or match[2] not in POINTS:
         return None

@@ -113,13 +113,16 @@ def evaluate(
         Compute, typer.Option(help="w4a8: as served; f32: packed weights unpacked to float32.")
     ] = "w4a8",
     against_compute: Annotated[Compute, typer.Option(help="The same for the reference.")] = "w4a8",
+    drafts: Annotated[
+        bool, typer.Option("--drafts", help="Also: how often drafts of the multi-token prediction layer are right.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     seed: Seed = 2,
     threads: Threads = None,
 ) -> None:
     """Measure what a checkpoint lost: perplexity, KL divergence, top-1 agreement, exact answers by skill."""
     from engine.convert.corpus import CorpusReader, take
-    from engine.convert.evaluate import compare, table
+    from engine.convert.evaluate import compare, draft_acceptance, table
     from engine.convert.forward import LONGEST, Forward
 
     with _exit_codes():
@@ -129,6 +132,9 @@ def evaluate(
             if reference.config.vocab_size != candidate.config.vocab_size:
                 raise ConfigError(f"{model} and {against} have different vocabularies")
             score = compare(chosen, map(reference.logits, chosen), map(candidate.logits, chosen))
+            if drafts:
+                score.drafts = draft_acceptance(candidate, chosen)
+                score.reference_drafts = draft_acceptance(reference, chosen)
         finally:
             candidate.close()
             reference.close()

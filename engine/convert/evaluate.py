@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.convert.corpus import Sample
+from engine.convert.forward import Forward
 from engine.core import Float32Array
 
 Float64Array = npt.NDArray[np.float64]
@@ -26,7 +27,8 @@ class SkillScore:
 
 @dataclass(slots=True)
 class Score:
-    """Sums over labels. losses in nats; kl: divergence from the reference's distribution to the candidate's."""
+    """Sums over labels. losses in nats; kl: divergence from the reference's distribution to the candidate's. drafts:
+    share of drafts that would be accepted, None if that was not asked for or there is no layer that makes them."""
 
     tokens: int = 0
     loss_sum: float = 0.0
@@ -34,6 +36,8 @@ class Score:
     kl_sum: float = 0.0
     agreed: int = 0
     skills: dict[str, SkillScore] = field(default_factory=dict)
+    drafts: float | None = None
+    reference_drafts: float | None = None
 
     @property
     def loss(self) -> float:
@@ -65,6 +69,8 @@ class Score:
             "reference_loss": self.reference_loss,
             "kl": self.kl,
             "top1_agreement": self.agreement,
+            "draft_acceptance": self.drafts,
+            "reference_draft_acceptance": self.reference_drafts,
             "skills": {
                 name: {
                     "samples": skill.samples,
@@ -102,6 +108,23 @@ def compare(
     return score
 
 
+def draft_acceptance(model: Forward, samples: Sequence[Sample]) -> float | None:
+    """Share of labels where the layer for multi-token prediction, one token early, finds the same token most likely as
+    the model itself: how often a greedy decoder would accept its drafts. None without such a layer, or without labels
+    that have two tokens before them."""
+    mtp = model.mtp()
+    if mtp is None:
+        return None
+    drafts = accepted = 0
+    for sample in samples:
+        logits = mtp.logits(sample, model.final(sample))
+        for label, draft in zip(range(max(sample.first_label, 2), len(sample.token_ids)), logits, strict=True):
+            drafts += 1
+            accepted += int(draft.argmax()) == int(model.head(label - 1).argmax())
+    mtp.close()
+    return accepted / drafts if drafts else None
+
+
 def log_softmax(logits: Float32Array) -> Float64Array:
     """Natural logarithms of the probabilities, float64."""
     shifted = logits.astype(np.float64) - float(logits.max())
@@ -117,6 +140,9 @@ def table(score: Score) -> str:
         f"KL divergence   {score.kl:10.5f} nats",
         f"top-1 agreement {score.agreement:10.2%}",
     ]
+    shares = ["-" if share is None else f"{share:.2%}" for share in (score.drafts, score.reference_drafts)]
+    if shares != ["-", "-"]:
+        lines.append(f"drafts accepted {shares[0]:>10}   reference {shares[1]:>10}")
     if len(score.skills) > 1:
         lines.append(f"{'skill':18} samples  exact  reference")
         lines += [

@@ -19,17 +19,18 @@ from engine.convert.plan import Segment, TensorProvider, select_rows
 from engine.convert.source_config import load_json
 from engine.errors import ConfigError, ModelFileError
 
-SELECTION_FORMAT = "fermion-experts-1"
+SELECTION_FORMAT = "fermion-experts-2"
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Kept experts, ascending, for each MoE block by its prefix (`...layers.3.mlp.`); blocks not named stay whole.
 
-    experts: how many each named block had; kept: how many it keeps.
+    experts: how many each named block had (the layer for multi-token prediction may differ from the trunk); kept: how
+    many each keeps.
     """
 
-    experts: int
+    experts: Mapping[str, int]
     kept: int
     blocks: Mapping[str, tuple[int, ...]]
 
@@ -37,7 +38,7 @@ class Selection:
         """Writes the reusable JSON form."""
         fields = {
             "format": SELECTION_FORMAT,
-            "experts": self.experts,
+            "experts": dict(self.experts),
             "kept": self.kept,
             "blocks": {prefix: list(ids) for prefix, ids in self.blocks.items()},
         }
@@ -50,26 +51,26 @@ class Selection:
         if fields.get("format") != SELECTION_FORMAT:
             raise ModelFileError(f"{path}: format is {fields.get('format')!r}, expected {SELECTION_FORMAT!r}")
         experts, kept, blocks = fields.get("experts"), fields.get("kept"), fields.get("blocks")
-        if not isinstance(experts, int) or not isinstance(kept, int) or not isinstance(blocks, dict):
-            raise ModelFileError(f"{path}: experts, kept and blocks must be two integers and an object")
+        if not isinstance(experts, dict) or not isinstance(kept, int) or not isinstance(blocks, dict):
+            raise ModelFileError(f"{path}: expected experts and blocks to be objects and kept to be an integer")
+        if experts.keys() != blocks.keys() or not all(isinstance(count, int) for count in experts.values()):
+            raise ModelFileError(f"{path}: expected experts to hold an integer for each of blocks")
         for prefix, ids in blocks.items():
-            whole = isinstance(ids, list) and all(isinstance(i, int) and 0 <= i < experts for i in ids)
+            stored = experts[prefix]
+            whole = isinstance(ids, list) and all(isinstance(i, int) and 0 <= i < stored for i in ids)
             if not whole or ids != sorted(set(ids)) or len(ids) != kept:
-                raise ModelFileError(f"{path}: block {prefix!r}: expected {kept} ascending numbers below {experts}")
+                raise ModelFileError(f"{path}: block {prefix!r}: expected {kept} ascending numbers below {stored}")
         return cls(experts, kept, {prefix: tuple(ids) for prefix, ids in blocks.items()})
 
 
 def select(scores: Mapping[str, npt.NDArray[np.floating]], kept: int) -> Selection:
     """The `kept` highest scores of each block, ties to the lower number. scores: block prefix -> [experts].
 
-    Raises ConfigError for a count that is not in 1..experts.
+    Raises ConfigError for a count that some block cannot keep.
     """
-    counts = {len(score) for score in scores.values()}
-    if len(counts) != 1:
-        raise ConfigError(f"the blocks have different numbers of experts: {sorted(counts)}")
-    experts = counts.pop()
-    if not 1 <= kept <= experts:
-        raise ConfigError(f"keep {kept}: expected 1 to {experts} experts")
+    experts = {prefix: len(score) for prefix, score in scores.items()}
+    if not 1 <= kept <= min(experts.values(), default=0):
+        raise ConfigError(f"keep {kept}: expected 1 to {min(experts.values(), default=0)} experts")
     blocks = {
         prefix: tuple(sorted(int(i) for i in np.argsort(-score, kind="stable")[:kept]))
         for prefix, score in scores.items()
@@ -84,17 +85,19 @@ class PrunedCheckpoint:
         """Raises ModelFileError if a selected block holds another number of experts than the selection says."""
         for prefix in selection.blocks:
             stored = provider.expert_count(prefix)
-            if stored != selection.experts:
-                raise ModelFileError(f"{prefix} holds {stored} experts, the selection was made for {selection.experts}")
+            made_for = selection.experts[prefix]
+            if stored != made_for:
+                raise ModelFileError(f"{prefix} holds {stored} experts, the selection was made for {made_for}")
         self._provider = provider
         self._selection = selection
 
     def weight(self, name: str, shape: tuple[int, ...]) -> tuple[Segment, ...]:
         """Router rows of pruned blocks follow their experts; everything else passes through."""
-        ids = self._selection.blocks.get(name.removesuffix("gate.weight")) if name.endswith("mlp.gate.weight") else None
+        prefix = name.removesuffix("gate.weight")
+        ids = self._selection.blocks.get(prefix) if name.endswith("mlp.gate.weight") else None
         if ids is None:
             return self._provider.weight(name, shape)
-        rows = self._provider.weight(name, (self._selection.experts, *shape[1:]))
+        rows = self._provider.weight(name, (self._selection.experts[prefix], *shape[1:]))
         return _take_matrices(rows, ids, 1)
 
     def experts(self, prefix: str, count: int, hidden: int, width: int) -> tuple[tuple[Segment, ...], ...]:
@@ -102,7 +105,7 @@ class PrunedCheckpoint:
         ids = self._selection.blocks.get(prefix)
         if ids is None:
             return self._provider.experts(prefix, count, hidden, width)
-        gate_up, down = self._provider.experts(prefix, self._selection.experts, hidden, width)
+        gate_up, down = self._provider.experts(prefix, self._selection.experts[prefix], hidden, width)
         return _take_matrices(gate_up, ids, 2 * width), _take_matrices(down, ids, hidden)
 
     def expert_count(self, prefix: str) -> int:

@@ -58,7 +58,7 @@ def test_points() -> None:
     assert point_of(f"{LAYER}self_attn.k_proj.weight") == f"{LAYER}mixer_input"
     assert point_of("mtp.layers.0.mlp.experts.down_proj") == "mtp.layers.0.expert_hidden"
     assert point_of(f"{PREFIX}embed_tokens.weight") is None
-    assert point_of("mtp.fc.weight") is None
+    assert point_of("mtp.fc.weight") == "mtp.fc_input"
 
 
 def test_pieces_use_feedback_where_correlation_is_known(tmp_path: Path, calibration: Calibration) -> None:

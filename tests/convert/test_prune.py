@@ -112,10 +112,11 @@ def test_selection_file_round_trip(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": "other"}, "format is 'other'"),
-        ({"kept": "4"}, "two integers and an object"),
-        ({"blocks": {"x.mlp.": [3, 1, 2, 0]}}, "'x.mlp.': expected 4 ascending"),
-        ({"blocks": {"x.mlp.": [0, 1, 2, 8]}}, "'x.mlp.': expected 4 ascending"),
-        ({"blocks": {"x.mlp.": [0, 1, 2]}}, "'x.mlp.': expected 4 ascending"),
+        ({"kept": "4"}, "experts and blocks to be objects and kept to be an integer"),
+        ({"experts": {"x.mlp.": 8}}, "an integer for each of blocks"),
+        ({"experts": {"x.mlp.": 8}, "blocks": {"x.mlp.": [3, 1, 2, 0]}}, "'x.mlp.': expected 4 ascending"),
+        ({"experts": {"x.mlp.": 8}, "blocks": {"x.mlp.": [0, 1, 2, 8]}}, "'x.mlp.': expected 4 ascending"),
+        ({"experts": {"x.mlp.": 8}, "blocks": {"x.mlp.": [0, 1, 2]}}, "'x.mlp.': expected 4 ascending"),
     ],
 )
 def test_damaged_selection_file_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
