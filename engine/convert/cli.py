@@ -28,6 +28,7 @@ CalibrationFile = Annotated[
 ]
 VisionFile = Annotated[Path | None, typer.Option(help="GGUF file of the vision tower (mmproj).")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Plots = Annotated[Path | None, typer.Option(help="Directory for charts (PNG).")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads; default: every usable CPU.")]
 
 
@@ -55,6 +56,7 @@ def prune(
     calibration: CalibrationFile = None,
     selection: Annotated[Path | None, typer.Option(help="Reuse a saved choice of experts.")] = None,
     save_selection: Annotated[Path | None, typer.Option(help="Save the choice of experts (JSON).")] = None,
+    plots: Plots = None,
     recipe: Recipe = "size",
     vision_file: VisionFile = None,
     dry_run: DryRun = False,
@@ -66,6 +68,8 @@ def prune(
         chosen = _selection(statistics, keep, ratio, selection)
         if save_selection:
             chosen.save(save_selection)
+        if plots:
+            _plot_selection(chosen, statistics, plots)
         options = Options(recipe=recipe, selection=chosen, calibration=statistics, vision_file=vision_file)
         _convert(source, destination, options, dry_run, threads)
 
@@ -85,6 +89,7 @@ def calibrate(
     second_order: Annotated[
         bool, typer.Option(help="Also record input correlations, for error feedback (large files).")
     ] = True,
+    plots: Plots = None,
     seed: Seed = 1,
     threads: Threads = None,
 ) -> None:
@@ -92,6 +97,7 @@ def calibrate(
     from engine.convert.calibrate import calibrate as run
     from engine.convert.corpus import CorpusReader, take
     from engine.convert.forward import LONGEST, Forward
+    from engine.convert.plots import save_saliency
 
     with _exit_codes():
         reader = CorpusReader(model, LONGEST)
@@ -101,6 +107,8 @@ def calibrate(
             run(loaded, chosen, output, second_order=second_order, progress=ProgressLine("calibrating", None))
         finally:
             loaded.close()
+        if plots:
+            _wrote(save_saliency(Calibration(output).scores("saliency"), plots))
         typer.echo(f"wrote {output} from {sum(len(sample.token_ids) for sample in chosen)} tokens")
 
 
@@ -117,6 +125,7 @@ def evaluate(
         bool, typer.Option("--drafts", help="Also: how often drafts of the multi-token prediction layer are right.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    plots: Plots = None,
     seed: Seed = 2,
     threads: Threads = None,
 ) -> None:
@@ -124,6 +133,7 @@ def evaluate(
     from engine.convert.corpus import CorpusReader, take
     from engine.convert.evaluate import compare, draft_acceptance, table
     from engine.convert.forward import LONGEST, Forward
+    from engine.convert.plots import layer_losses, save_losses
 
     with _exit_codes():
         chosen = take(CorpusReader(against, LONGEST), corpus, samples, held_out=True, seed=seed)
@@ -135,6 +145,8 @@ def evaluate(
             if drafts:
                 score.drafts = draft_acceptance(candidate, chosen)
                 score.reference_drafts = draft_acceptance(reference, chosen)
+            if plots:
+                _wrote(save_losses(layer_losses(reference, candidate, chosen), plots))
         finally:
             candidate.close()
             reference.close()
@@ -147,6 +159,18 @@ def _convert(source: Path, destination: Path, options: Options, dry_run: bool, t
     if not dry_run:
         conversion.run(prepared, destination, threads=threads, progress=ProgressLine("converting"))
         typer.echo(f"wrote {destination}")
+
+
+def _plot_selection(selection: Selection, statistics: Calibration | None, directory: Path) -> None:
+    from engine.convert.plots import save_kept, save_saliency
+
+    _wrote(save_kept(selection, directory))
+    if statistics is not None:
+        _wrote(save_saliency(statistics.scores("saliency"), directory))
+
+
+def _wrote(path: Path) -> None:
+    typer.echo(f"wrote {path}", err=True)  # stdout may be JSON
 
 
 def _selection(statistics: Calibration | None, keep: int | None, ratio: float | None, saved: Path | None) -> Selection:
