@@ -16,10 +16,14 @@ import tiny_gguf
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from engine.config import ModelConfig
 from engine.convert import convert, writer
 from engine.convert.convert import Options
+from engine.convert.corpus import Sample
+from engine.convert.forward import Forward
 from engine.convert.gguf_file import TENSOR_TYPES, read_gguf
 from engine.errors import ModelFileError
+from engine.weights import ModelFile, load_weights, vision_shapes
 
 TYPES = GGMLQuantizationType
 
@@ -179,3 +183,125 @@ def test_positive_decay_is_refused(tmp_path: Path) -> None:
     tiny_gguf.write_text(tmp_path / "m.gguf", tensors)
     with pytest.raises(ModelFileError, match="ssm_a"):
         planned_weights(tmp_path / "m.gguf")
+
+
+# Where the half-precision scales lie in a block of the types that the package reads but does not write (bytes; the
+# layouts are those of ggml-common.h). IQ1_M spreads the 16 bits of its scale over four words of scales.
+SCALES = {
+    TYPES.Q2_K: (80, 82),
+    TYPES.Q3_K: (108,),
+    TYPES.Q4_K: (0, 2),
+    TYPES.Q5_K: (0, 2),
+    TYPES.Q6_K: (208,),
+    TYPES.IQ4_NL: (0,),
+    TYPES.IQ4_XS: (0,),
+    TYPES.IQ2_XXS: (0,),
+    TYPES.IQ2_XS: (0,),
+    TYPES.IQ2_S: (0,),
+    TYPES.IQ3_XXS: (0,),
+    TYPES.IQ3_S: (0,),
+    TYPES.IQ1_S: (0,),
+    TYPES.IQ1_M: (),
+}
+WRITABLE = (TYPES.Q4_0, TYPES.Q4_1, TYPES.Q5_0, TYPES.Q5_1, TYPES.Q8_0, TYPES.BF16, TYPES.F16)
+KEPT_FLOAT = ("norm", "ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta")
+
+
+def blocks_of(kind: GGMLQuantizationType, value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[..., row bytes]: the package's own quantisation, or else random blocks with scales that a file could have."""
+    if kind in WRITABLE:
+        return quantize(value, kind)
+    per_block, size = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (value.size // per_block, size), np.uint8)
+    for at in SCALES[kind]:
+        blocks[:, at : at + 2] = rng.uniform(1e-4, 1e-3, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    if kind is TYPES.IQ1_M:
+        scale = rng.uniform(1e-4, 1e-3, len(blocks)).astype(np.float16).view(np.uint16)
+        for word in range(4):
+            high = blocks[:, 49 + 2 * word]
+            blocks[:, 49 + 2 * word] = (high & 15) | ((scale >> (4 * word)) & 15).astype(np.uint8) << 4
+    return blocks.reshape(*value.shape[:-1], value.shape[-1] // per_block * size)
+
+
+@pytest.mark.parametrize("kind", [*WRITABLE, *SCALES], ids=lambda kind: kind.name)
+def test_whole_model_in_each_type(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    """Every large matrix in one type, in two files: converted to floats, they are what the package makes of the blocks,
+    in the published order of rows and columns."""
+    rng, wide = np.random.default_rng(7), tiny.WIDE_CONFIG
+    weights = exact_norms(tiny.random_weights(vision=False, text=wide))
+    stored = tiny_gguf.text_tensors(weights, fused=False, value_dim=64)
+    blocks = {
+        name: (kind, blocks_of(kind, value, rng))
+        for name, value in stored.items()
+        if not any(part in name for part in KEPT_FLOAT)
+    }
+    assert len(blocks) > 40
+    tiny_gguf.write_text(tmp_path / "m.gguf", stored, blocks=blocks, split_tensors=50, text=wide)
+    first = next(tmp_path.glob("m-00001-of-*.gguf"))
+    convert.run(
+        convert.prepare(first, Options(recipe="float")), tmp_path / "out", threads=1, progress=lambda done, total: None
+    )
+    got = ModelFile(tmp_path / "out").tensors
+    assert got.keys() == weights.keys()
+    floats = {name: dequantize(raw, kind).astype(np.float32) for name, (kind, raw) in blocks.items()}
+    for name, original in weights.items():
+        if name.endswith("gate_up_proj"):
+            down = tiny_gguf.text_name(name)
+            halves = [floats[down.replace("gate_up", part)] for part in ("gate", "up")]
+            expected = np.concatenate(halves, axis=1)
+        elif tiny_gguf.text_name(name) in floats:
+            expected = tiny_gguf.reordered(name, floats[tiny_gguf.text_name(name)], 64, tiny_gguf.grouped)
+        else:
+            expected = original
+        values = got[name].data.view(np.float32).reshape(got[name].shape)
+        if name.endswith("A_log"):
+            np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-7)
+        else:
+            np.testing.assert_array_equal(values, expected, err_msg=name)
+    if kind in WRITABLE:  # and they are near what was quantised
+        name = f"{tiny.PREFIX}layers.0.linear_attn.out_proj.weight"
+        error = got[name].data.view(np.float32).reshape(256, 256) - weights[name]
+        assert np.sqrt(np.mean(error**2)) < 0.006  # 4 bits of weights of 0.05
+
+
+def test_mixed_types_become_a_checkpoint_that_runs(tmp_path: Path) -> None:
+    """As published files are: Q4_K with Q6_K for what is sensitive, to 4 bits, loaded and run."""
+    rng, wide = np.random.default_rng(8), tiny.WIDE_CONFIG
+    weights = exact_norms(tiny.random_weights(vision=False, text=wide))
+    stored = tiny_gguf.text_tensors(weights, fused=True, value_dim=64)
+    blocks = {}
+    for name, value in stored.items():
+        if not any(part in name for part in KEPT_FLOAT):
+            kind = TYPES.Q6_K if "attn_v" in name or "ffn_down" in name or name == "output.weight" else TYPES.Q4_K
+            blocks[name] = (kind, blocks_of(kind, value, rng))
+    tiny_gguf.write_text(tmp_path / "m.gguf", stored, blocks=blocks, text=wide)
+    convert.run(
+        convert.prepare(tmp_path / "m.gguf", Options()), tmp_path / "out", threads=1, progress=lambda done, total: None
+    )
+    model = Forward(tmp_path / "out", 1)
+    sample = Sample(np.arange(40, dtype=np.int32), 5, "noise")
+    assert all(np.isfinite(logits).all() for logits in model.logits(sample))
+    mtp = model.mtp()
+    assert mtp is not None
+    assert all(np.isfinite(logits).all() for logits in mtp.logits(sample, model.final(sample)))
+    mtp.close()
+    model.close()
+
+
+@pytest.mark.parametrize("kind", [TYPES.F32, TYPES.F16, TYPES.BF16, TYPES.Q8_0], ids=lambda kind: kind.name)
+def test_vision_file_becomes_the_tower_that_the_engine_binds(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    """Text and picture files to one checkpoint; the engine finds every tensor of the tower in it. Only matrices whose
+    rows are whole blocks are quantised in such files."""
+    weights = exact_norms(tiny.random_weights())
+    tiny_gguf.write_text(tmp_path / "m.gguf", tiny_gguf.text_tensors(weights, fused=True))
+    stored = tiny_gguf.vision_tensors(weights)
+    block = GGML_QUANT_SIZES[kind][0]
+    chosen = {name: kind for name, value in stored.items() if value.ndim == 2 and value.shape[1] % block == 0}
+    tiny_gguf.write_vision(tmp_path / "mmproj.gguf", stored, quantized=chosen)
+    prepared = convert.prepare(tmp_path / "m.gguf", Options(vision_file=tmp_path / "mmproj.gguf"))
+    convert.run(prepared, tmp_path / "out", threads=1, progress=lambda done, total: None)
+    loaded = load_weights(tmp_path / "out", ModelConfig.load(tmp_path / "out"))
+    assert loaded.config.vision is not None
+    for name, shape in vision_shapes(loaded.config.vision):
+        tolerance = 0.003 if kind is TYPES.Q8_0 else 4e-3 * np.abs(weights[name]).max()
+        np.testing.assert_allclose(loaded.file.floats(name, shape), weights[name], atol=tolerance, err_msg=name)

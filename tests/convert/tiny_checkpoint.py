@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from engine.convert.safetensors import INDEX_NAME, TensorInfo
 Weights = dict[str, npt.NDArray[np.float32]]
 
 PREFIX = "model.language_model."
-TEXT_CONFIG = {
+TEXT_CONFIG: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
     "vocab_size": 128,
     "hidden_size": 64,
@@ -46,6 +47,18 @@ TEXT_CONFIG = {
         "mrope_interleaved": True,
     },
 }
+# The same with every width a multiple of 256, which is what the larger quantisation blocks of GGUF divide into.
+WIDE_CONFIG: dict[str, Any] = {
+    **TEXT_CONFIG,
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "rope_parameters": {**TEXT_CONFIG["rope_parameters"], "mrope_section": [3, 3, 2]},
+}
 VISION_CONFIG = {
     "depth": 2,
     "hidden_size": 48,
@@ -65,43 +78,54 @@ def bf16_exact(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def random_weights(*, seed: int = 0, vision: bool = True, mtp: bool = True, experts: int = 8) -> Weights:
+def random_weights(
+    *,
+    seed: int = 0,
+    vision: bool = True,
+    mtp: bool = True,
+    experts: int | None = None,
+    text: dict[str, Any] = TEXT_CONFIG,
+) -> Weights:
     """All tensors under their published names, experts fused; values exact in BF16."""
     rng = np.random.default_rng(seed)
-    c, weights = TEXT_CONFIG, {}
+    c, weights = text, {}
+    hidden, width, shared = c["hidden_size"], c["moe_intermediate_size"], c["shared_expert_intermediate_size"]
+    heads, kv_heads, head = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    value_heads, value_dim = c["linear_num_value_heads"], c["linear_value_head_dim"]
+    values = value_heads * value_dim
+    channels = 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + values
+    experts = c["num_experts"] if experts is None else experts
 
     def add(name: str, *shape: int) -> None:
         scale = 0.3 if len(shape) == 1 else 0.05
         weights[name] = bf16_exact(rng.standard_normal(shape, np.float32) * np.float32(scale))
 
-    hidden, width = 64, 64
-
     def layer(prefix: str, full: bool) -> None:
         add(f"{prefix}input_layernorm.weight", hidden)
         add(f"{prefix}post_attention_layernorm.weight", hidden)
         if full:
-            add(f"{prefix}self_attn.q_proj.weight", 2 * 4 * 32, hidden)
-            add(f"{prefix}self_attn.k_proj.weight", 2 * 32, hidden)
-            add(f"{prefix}self_attn.v_proj.weight", 2 * 32, hidden)
-            add(f"{prefix}self_attn.o_proj.weight", hidden, 4 * 32)
-            add(f"{prefix}self_attn.q_norm.weight", 32)
-            add(f"{prefix}self_attn.k_norm.weight", 32)
+            add(f"{prefix}self_attn.q_proj.weight", 2 * heads * head, hidden)
+            add(f"{prefix}self_attn.k_proj.weight", kv_heads * head, hidden)
+            add(f"{prefix}self_attn.v_proj.weight", kv_heads * head, hidden)
+            add(f"{prefix}self_attn.o_proj.weight", hidden, heads * head)
+            add(f"{prefix}self_attn.q_norm.weight", head)
+            add(f"{prefix}self_attn.k_norm.weight", head)
         else:
-            add(f"{prefix}linear_attn.in_proj_qkv.weight", 192, hidden)
-            add(f"{prefix}linear_attn.in_proj_z.weight", 128, hidden)
-            add(f"{prefix}linear_attn.in_proj_b.weight", 4, hidden)
-            add(f"{prefix}linear_attn.in_proj_a.weight", 4, hidden)
-            add(f"{prefix}linear_attn.conv1d.weight", 192, 1, 4)
-            add(f"{prefix}linear_attn.A_log", 4)
-            add(f"{prefix}linear_attn.dt_bias", 4)
-            add(f"{prefix}linear_attn.norm.weight", 32)
-            add(f"{prefix}linear_attn.out_proj.weight", hidden, 128)
+            add(f"{prefix}linear_attn.in_proj_qkv.weight", channels, hidden)
+            add(f"{prefix}linear_attn.in_proj_z.weight", values, hidden)
+            add(f"{prefix}linear_attn.in_proj_b.weight", value_heads, hidden)
+            add(f"{prefix}linear_attn.in_proj_a.weight", value_heads, hidden)
+            add(f"{prefix}linear_attn.conv1d.weight", channels, 1, 4)
+            add(f"{prefix}linear_attn.A_log", value_heads)
+            add(f"{prefix}linear_attn.dt_bias", value_heads)
+            add(f"{prefix}linear_attn.norm.weight", value_dim)
+            add(f"{prefix}linear_attn.out_proj.weight", hidden, values)
         add(f"{prefix}mlp.gate.weight", experts, hidden)
         add(f"{prefix}mlp.experts.gate_up_proj", experts, 2 * width, hidden)
         add(f"{prefix}mlp.experts.down_proj", experts, hidden, width)
-        add(f"{prefix}mlp.shared_expert.gate_proj.weight", width, hidden)
-        add(f"{prefix}mlp.shared_expert.up_proj.weight", width, hidden)
-        add(f"{prefix}mlp.shared_expert.down_proj.weight", hidden, width)
+        add(f"{prefix}mlp.shared_expert.gate_proj.weight", shared, hidden)
+        add(f"{prefix}mlp.shared_expert.up_proj.weight", shared, hidden)
+        add(f"{prefix}mlp.shared_expert.down_proj.weight", hidden, shared)
         add(f"{prefix}mlp.shared_expert_gate.weight", 1, hidden)
 
     add(f"{PREFIX}embed_tokens.weight", c["vocab_size"], hidden)
@@ -182,9 +206,11 @@ def encode(value: npt.NDArray[np.float32], dtype: str) -> bytes:
     return value.astype({"F16": np.float16, "F32": np.float32}[dtype]).tobytes()
 
 
-def config(*, vision: bool = True, mtp: bool = True, experts: int = 8) -> dict[str, object]:
+def config(
+    *, vision: bool = True, mtp: bool = True, experts: int | None = None, text: dict[str, Any] = TEXT_CONFIG
+) -> dict[str, object]:
     """A nested published config."""
-    text = {**TEXT_CONFIG, "num_experts": experts, "mtp_num_hidden_layers": int(mtp)}
+    text = {**text, "mtp_num_hidden_layers": int(mtp)} | ({} if experts is None else {"num_experts": experts})
     nested: dict[str, object] = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "model_type": "qwen3_5_moe",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
-from tiny_checkpoint import PREFIX, Weights
+from tiny_checkpoint import PREFIX, TEXT_CONFIG, Weights
 
 ARCHITECTURE = "qwen35moe"
-LAYERS, KEY_HEADS, VALUE_HEADS, VALUE_DIM = 4, 2, 4, 32
+LAYERS, KEY_HEADS, VALUE_HEADS = 4, 2, 4
 F32 = GGMLQuantizationType.F32
 
 LAYER_NAMES = {
@@ -72,24 +74,37 @@ def tiled(value: npt.NDArray[np.float32], axis: int, width: int) -> npt.NDArray[
     return np.moveaxis(heads.swapaxes(0, 1).reshape(moved.shape), 0, axis)
 
 
-def transformed(name: str, value: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def grouped(value: npt.NDArray[np.float32], axis: int, width: int) -> npt.NDArray[np.float32]:
+    """The inverse of `tiled`."""
+    moved = np.moveaxis(value, axis, 0)
+    heads = moved.reshape(VALUE_HEADS // KEY_HEADS, KEY_HEADS, width, *moved.shape[1:])
+    return np.moveaxis(heads.swapaxes(0, 1).reshape(moved.shape), 0, axis)
+
+
+def transformed(name: str, value: npt.NDArray[np.float32], value_dim: int = 32) -> npt.NDArray[np.float32]:
     """What the public converter stores for one published text tensor."""
     if "norm" in name and "linear_attn" not in name:
         return value + np.float32(1)
     if name.endswith("conv1d.weight"):
         value = value[:, 0]
-    if "in_proj_qkv" in name or "conv1d" in name:
-        key_rows = len(value) - VALUE_HEADS * VALUE_DIM
-        return np.concatenate([value[:key_rows], tiled(value[key_rows:], 0, VALUE_DIM)])
-    if "in_proj_z" in name:
-        return tiled(value, 0, VALUE_DIM)
-    if any(part in name for part in ("in_proj_a", "in_proj_b", "dt_bias")):
-        return tiled(value, 0, 1)
     if "A_log" in name:
-        return tiled(-np.exp(value), 0, 1)
-    if "out_proj" in name:
-        return tiled(value, 1, VALUE_DIM)
+        value = -np.exp(value)
+    value = reordered(name, value, value_dim, tiled)
     return value[0] if "shared_expert_gate" in name else value
+
+
+def reordered(
+    name: str, value: npt.NDArray[np.float32], value_dim: int, order: Callable[..., npt.NDArray[np.float32]]
+) -> npt.NDArray[np.float32]:
+    """Value heads of a published tensor in the order `tiled` or `grouped`."""
+    if "in_proj_qkv" in name or "conv1d" in name:
+        key_rows = len(value) - VALUE_HEADS * value_dim
+        return np.concatenate([value[:key_rows], order(value[key_rows:], 0, value_dim)])
+    if "in_proj_z" in name:
+        return order(value, 0, value_dim)
+    if any(part in name for part in ("in_proj_a", "in_proj_b", "dt_bias", "A_log")):
+        return order(value, 0, 1)
+    return order(value, 1, value_dim) if "out_proj" in name else value
 
 
 def text_name(name: str) -> str:
@@ -101,9 +116,9 @@ def text_name(name: str) -> str:
     return f"blk.{LAYERS if name.startswith('mtp.') else index}.{LAYER_NAMES[suffix]}"
 
 
-def text_tensors(weights: Weights, *, fused: bool) -> Weights:
+def text_tensors(weights: Weights, *, fused: bool, value_dim: int = 32) -> Weights:
     """All text tensors as stored, gate and up together or apart."""
-    stored = {text_name(n): transformed(n, v) for n, v in weights.items() if "visual" not in n}
+    stored = {text_name(n): transformed(n, v, value_dim) for n, v in weights.items() if "visual" not in n}
     if not fused:
         for name in [name for name in stored if "gate_up_exps" in name]:
             both = stored.pop(name)
@@ -135,30 +150,32 @@ def write_text(
     *,
     mtp: bool = True,
     quantized: dict[str, GGMLQuantizationType] | None = None,
+    blocks: dict[str, tuple[GGMLQuantizationType, npt.NDArray[np.uint8]]] | None = None,
     split_tensors: int = 0,
+    text: dict[str, Any] = TEXT_CONFIG,
 ) -> None:
-    """The text model; `quantized` names the tensors that are not F32."""
+    """The text model; `quantized` names the tensors that are not F32, `blocks` those whose bytes are given instead."""
     writer = GGUFWriter(path, ARCHITECTURE, split_max_tensors=split_tensors)
     writer.add_block_count(LAYERS + int(mtp))
-    writer.add_context_length(8192)
-    writer.add_embedding_length(64)
+    writer.add_context_length(text["max_position_embeddings"])
+    writer.add_embedding_length(text["hidden_size"])
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
-    writer.add_key_length(32)
-    writer.add_value_length(32)
+    writer.add_key_length(text["head_dim"])
+    writer.add_value_length(text["head_dim"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e7)
-    writer.add_rope_dimension_count(8)
-    writer.add_array(f"{ARCHITECTURE}.rope.dimension_sections", [2, 1, 1, 0])
-    writer.add_expert_count(8)
+    writer.add_rope_dimension_count(int(text["head_dim"] * text["rope_parameters"]["partial_rotary_factor"]))
+    writer.add_array(f"{ARCHITECTURE}.rope.dimension_sections", [*text["rope_parameters"]["mrope_section"], 0])
+    writer.add_expert_count(text["num_experts"])
     writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(64)
-    writer.add_expert_shared_feed_forward_length(64)
+    writer.add_expert_feed_forward_length(text["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(text["shared_expert_intermediate_size"])
     writer.add_ssm_conv_kernel(4)
-    writer.add_ssm_state_size(16)
+    writer.add_ssm_state_size(text["linear_key_head_dim"])
     writer.add_ssm_group_count(KEY_HEADS)
     writer.add_ssm_time_step_rank(VALUE_HEADS)
-    writer.add_ssm_inner_size(VALUE_HEADS * VALUE_DIM)
+    writer.add_ssm_inner_size(VALUE_HEADS * text["linear_value_head_dim"])
     writer.add_uint32(f"{ARCHITECTURE}.full_attention_interval", 4)
     if mtp:
         writer.add_uint32(f"{ARCHITECTURE}.nextn_predict_layers", 1)
@@ -169,10 +186,10 @@ def write_text(
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(4)
     writer.add_chat_template("{{ messages }}")
-    _write(writer, tensors, quantized or {})
+    _write(writer, tensors, quantized or {}, blocks or {})
 
 
-def write_vision(path: Path, tensors: Weights) -> None:
+def write_vision(path: Path, tensors: Weights, quantized: dict[str, GGMLQuantizationType] | None = None) -> None:
     """The vision tower's own file."""
     writer = GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", "qwen3vl_merger")
@@ -189,13 +206,21 @@ def write_vision(path: Path, tensors: Weights) -> None:
         writer.add_uint32(f"clip.vision.{key}", value)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
-    _write(writer, tensors, {})
+    _write(writer, tensors, quantized or {}, {})
 
 
-def _write(writer: GGUFWriter, tensors: Weights, quantized: dict[str, GGMLQuantizationType]) -> None:
+def _write(
+    writer: GGUFWriter,
+    tensors: Weights,
+    quantized: dict[str, GGMLQuantizationType],
+    blocks: dict[str, tuple[GGMLQuantizationType, npt.NDArray[np.uint8]]],
+) -> None:
     for name, value in tensors.items():
         kind = quantized.get(name, F32)
-        if kind is F32:
+        if name in blocks:
+            kind, raw = blocks[name]
+            writer.add_tensor(name, raw, raw_dtype=kind)
+        elif kind is F32:
             writer.add_tensor(name, np.ascontiguousarray(value))
         else:
             writer.add_tensor(name, quantize(value, kind), raw_dtype=kind)
