@@ -148,13 +148,18 @@ class EngineConfig:
     compute: "w4a8" multiplies packed weights by 8-bit activations; "f32" unpacks all weights to float32 first (the
     verification path). context_length None: the model's, or less if memory is short. pass_tokens: most tokens that
     run through a layer at once in prefill. cache None: every prompt is computed from its first token.
+    device: where prompts run: "auto" is the GPU if there is one that can, else the CPU; "gpu" insists. gpu_memory:
+    bytes of the card to use at most, None: what is free. gpu_min_tokens: segments of a prompt that are shorter run on
+    the CPU, which is quicker there; None: measured at load.
     """
 
     simd_tier: str = "auto"
     threads: int | None = None
     compute: Literal["w4a8", "f32"] = "w4a8"
     context_length: int | None = None
-    device: Literal["cpu"] = "cpu"
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    gpu_memory: int | None = None
+    gpu_min_tokens: int | None = None
     pass_tokens: int = 512
     cache: CacheSettings | None = None
 
@@ -163,8 +168,12 @@ class EngineConfig:
             raise ConfigError(f"simd_tier is {self.simd_tier!r}, expected one of auto, {', '.join(SIMD_TIERS)}")
         if self.compute not in ("w4a8", "f32"):
             raise ConfigError(f"compute is {self.compute!r}, expected 'w4a8' or 'f32'")
-        if self.device != "cpu":
-            raise ConfigError(f"device is {self.device!r}, expected 'cpu'")
+        if self.device not in ("auto", "cpu", "gpu"):
+            raise ConfigError(f"device is {self.device!r}, expected one of auto, cpu, gpu")
+        if self.gpu_memory is not None and self.gpu_memory < 1:
+            raise ConfigError(f"gpu_memory is {self.gpu_memory}, expected a number of bytes")
+        if self.gpu_min_tokens is not None and not 1 <= self.gpu_min_tokens <= 1024:
+            raise ConfigError(f"gpu_min_tokens is {self.gpu_min_tokens}, expected 1..1024")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise ConfigError(f"threads is {self.threads}, expected 1..1024")
         if self.context_length is not None and self.context_length < 1:

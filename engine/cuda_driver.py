@@ -48,6 +48,9 @@ class Card(Protocol):
     def read(self, array: Array, address: int) -> None:
         """Fill a C-contiguous array, after everything launched so far."""
 
+    def read_later(self, array: Array, address: int) -> None:
+        """Enqueue a read, ordered with launches; the array is filled when a later `read` or `finish` returns."""
+
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
         """Enqueue a kernel. int arguments are addresses (64 bits); scalars come as ctypes values, null as None."""
 
@@ -104,7 +107,7 @@ class CudaCard:
 
     @property
     def name(self) -> str:
-        """Model and compute capability."""
+        """Model, compute capability and driver."""
         return self._name
 
     def close(self) -> None:
@@ -137,11 +140,15 @@ class CudaCard:
 
     def read(self, array: Array, address: int) -> None:
         """Copy out, behind all launches."""
+        self.read_later(array, address)
+        self._call("cuStreamSynchronize", self._compute)
+
+    def read_later(self, array: Array, address: int) -> None:
+        """Copy out in order; at once if the array is not page-locked."""
         target = ctypes.c_void_p(array.ctypes.data)
         self._call(
             "cuMemcpyDtoHAsync_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes), self._compute
         )
-        self._call("cuStreamSynchronize", self._compute)
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
         """Enqueue a kernel."""
@@ -226,7 +233,11 @@ class CudaCard:
             value = ctypes.c_int()
             self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), device)
             numbers.append(value.value)
-        return f"{name.value.decode()} (compute {numbers[0]}.{numbers[1]})"
+        self.capability = (numbers[0], numbers[1])
+        version = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(version))
+        driver = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        return f"{name.value.decode()} (compute {numbers[0]}.{numbers[1]}, driver API {driver})"
 
     def _call(self, function: str, *arguments: object) -> None:
         self._check(function, getattr(self._lib, function)(*arguments))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core import CacheControl, FinishReason, Float32Array, GenerationRequest, Progress, TokenResult
-from engine.errors import Cancelled, ContextLengthExceeded, ModelFileError, RequestError
+from engine.errors import Cancelled, ContextLengthExceeded, KernelError, ModelFileError, OutOfMemory, RequestError
 from engine.model import Model
 from engine.placement import Placement, place
 from engine.reuse import ModelCache, PromptRun, Reuse, cache_bytes, template_markers
 from engine.sampling import Sampler
+from engine.segments import CardRule
 from engine.tokenizer import Tokenizer
-from engine.weights import load_weights
+from engine.weights import Weights, load_weights
+
+_GPU_DEVICE = Path("/dev/nvidiactl")
+"""There while a driver for NVIDIA cards is loaded."""
 
 _REPORT_INTERVAL_S = 0.1
 """Progress is told at most this often."""
@@ -51,21 +57,16 @@ class Engine:
             )
         kept_bytes = cache_bytes(weights, config)
         placement = place(weights.config, config, weights.file.nbytes, kept_bytes)
-        # Before the model: it pins this thread, and threads that start later would share the one processor.
-        cache = ModelCache(weights, config, kept_bytes) if kept_bytes else None
-        reuse = Reuse(template_markers(tokenizer), config.pass_tokens, cache)
+        allowed = os.sched_getaffinity(0)
+        model, rule, card = _load_model(weights, config, placement)
         try:
-            model = Model(
-                weights,
-                config,
-                threads=placement.threads,
-                cpus=placement.cpus,
-                max_context=placement.context_length,
-            )
+            # The model has pinned this thread; the cache's would inherit that and share the one processor.
+            with _running_on(allowed):
+                cache = ModelCache(weights, config, kept_bytes, card) if kept_bytes else None
         except BaseException:
-            reuse.close()
+            model.close()
             raise
-        return Engine(model, placement, tokens, reuse)
+        return Engine(model, placement, tokens, Reuse(template_markers(tokenizer), config.pass_tokens, cache, rule))
 
     @property
     def cache(self) -> CacheControl | None:
@@ -153,9 +154,11 @@ class Engine:
         yield Progress(total, run.resumed, run.resumed, 0.0, run.report)
         told = start
         row = 0
-        for stop in run.stops:
+        for stretch in run.stretches:
             begin = run.state.position
-            steps = self._model.advance_steps(run.state, ids[begin:stop])
+            steps = self._model.advance_steps(
+                run.state, ids[begin : stretch.end], card=stretch if stretch.on_card else None, reached=run.reached
+            )
             while True:
                 if cancelled():
                     run.cancelled()
@@ -171,7 +174,7 @@ class Engine:
                 if now - told >= _REPORT_INTERVAL_S:
                     told = now
                     yield Progress(total, run.resumed, processed, now - start, run.report)
-            run.reached(begin)
+            run.reached()
         elapsed = time.monotonic() - start
         run.measured(elapsed)
         yield Progress(total, run.resumed, total, elapsed, run.report)
@@ -189,3 +192,66 @@ class Engine:
             raise RequestError(f"max_tokens is {request.max_tokens}, expected at least 0.", param="max_tokens")
         if len(ids) + request.max_tokens > self.context_length:
             raise ContextLengthExceeded(len(ids), request.max_tokens, self.context_length)
+
+
+def _load_model(weights: Weights, config: EngineConfig, placement: Placement) -> tuple[Model, CardRule | None, str]:
+    """The model, with a card if there is one to use: what it computes and what decides its bits. Nothing of cards is
+    imported where there is none."""
+
+    def on_cpu(weights: Weights) -> Model:
+        return Model(
+            weights, config, threads=placement.threads, cpus=placement.cpus, max_context=placement.context_length
+        )
+
+    if config.device == "cpu" or (config.device == "auto" and not _GPU_DEVICE.exists()):
+        return on_cpu(weights), None, ""
+    from engine import gpu
+
+    insist, context = config.device == "gpu", placement.context_length
+    opened = gpu.open_card(
+        weights,
+        kv_f32=config.compute == "f32",
+        insist=insist,
+        context_length=context,
+        memory_limit=config.gpu_memory,
+    )
+    if opened is None:
+        return on_cpu(weights), None, ""
+    card, plan = opened
+    try:
+        weights, locked = gpu.lock_experts(weights, plan, card)
+        model = on_cpu(weights)
+    except BaseException:
+        card.close()
+        raise
+    try:
+        prefill = gpu.GpuPrefill(weights, model.cpu, card, plan, locked=locked)
+        least = config.gpu_min_tokens or gpu.measure_min_tokens(
+            prefill, lambda ids: model.prefill(model.new_state(), ids), model.new_state
+        )
+    except (KernelError, OutOfMemory) as error:
+        card.close()
+        try:
+            gpu.decline(error, insist=insist)
+        except BaseException:
+            model.close()
+            raise
+        return model, None, ""
+    except BaseException:
+        card.close()
+        model.close()
+        raise
+    model.use_gpu(prefill)
+    rule = gpu.card_rule(plan, context, least)
+    return model, rule, f"{prefill.identity}, {rule}"
+
+
+@contextmanager
+def _running_on(cpus: set[int]) -> Iterator[None]:
+    """Let this thread, and those it starts, run on other processors for a while."""
+    here = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, here)

@@ -4,26 +4,33 @@ Owns the card's memory: it is divided once, printed as a plan and never grows. E
 card, and as many layers' experts as fit; the others' come in two buffers, layer n + 1's while layer n computes. The
 embedding and the head run on the CPU, which also decodes: the state is on the host before and after a prefill.
 
-Bits: products, attention tiles and delta-rule chunks do not depend on how many tokens share a pass, and passes are cut
-at multiples of 64 tokens from the segment's start. So a segment's results depend on the prompt and on where segments
-start, not on the card's memory.
+Bits: products, attention tiles and delta-rule chunks do not depend on how many tokens share a pass, chunks begin anew
+where segments do, and passes are cut at multiples of 64 tokens from there. So a token's results depend on the prompt
+and on where segments start, not on the card's memory nor on how many segments a call takes at once.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import hashlib
 import logging
-from collections.abc import Generator, Sequence
+import mmap
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.config import LayerType, ModelConfig
 from engine.core import Float32Array, Int32Array
 from engine.cpu import CpuEngine, inverse_frequency
 from engine.cuda_driver import Argument, Array, Card, CudaCard
 from engine.errors import ConfigError, KernelError, OutOfMemory
+from engine.placement import available_bytes
+from engine.segments import CardRule
 from engine.state import CONV_WINDOW, PAGE_TOKENS, SequenceState, page_bytes
 from engine.weights import AttentionWeights, DeltaNetWeights, LayerWeights, Matrix, MoeWeights, Weights
 
@@ -34,11 +41,16 @@ DELTA_DIMS = (128, 32, 16)
 MAX_EXPERTS, MAX_CHOSEN = 512, 16
 CHUNK = 32  # tokens of a delta-rule chunk
 CHUNKS_AT_ONCE = 32  # what the intermediate results of the delta rule are kept for
+STOPS_AT_ONCE = 8  # states that one pass can leave behind on its way
 PASS_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
+STREAMING_PASS_TOKENS = 2048  # where experts travel: twice that costs two layers their place
 SPARE_SHARE = 0.03  # of the card's free memory: left to the driver
 KV_SHARE = 0.25  # of what may be used, at most: longer contexts run on the CPU
 PTX = Path(__file__).parent / "ptx"
 _ALIGN = 256
+_TRIAL_TOKENS = 64
+_MIN_TOKENS = (64, 128, 256, 512, 1024)  # few steps: what is cached is good for one of them
+_LOCK_SPARE = 1 << 30  # host memory that locked copies leave free
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,7 @@ def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
     query, heads = config.num_attention_heads * config.head_dim, config.linear_num_value_heads
     key = config.num_key_value_heads * config.head_dim
     dim = config.linear_value_head_dim
-    chunks = min(CHUNKS_AT_ONCE, tokens // CHUNK + 1)
+    chunks = min(CHUNKS_AT_ONCE, tokens)  # segments may be as short as a token
     tiles = pairs // 32 + experts
     inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     always = {
@@ -91,7 +103,9 @@ def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
         "positions": 12 * tokens,
         "rotary": 8 * kv_tokens * (config.rotary_dim // 2),
         "pages": 8 * config.attention_layers * (kv_tokens // PAGE_TOKENS),
-        "chunks": 16 * (tokens // CHUNK + 1),
+        "chunks": 16 * tokens,
+        "conv_stops": 4 * STOPS_AT_ONCE * CONV_WINDOW * config.conv_channels,
+        "ssm_stops": 4 * STOPS_AT_ONCE * heads * config.linear_key_head_dim * dim,
         "conv": 4 * config.delta_layers * CONV_WINDOW * config.conv_channels,
         "conv_next": 4 * config.delta_layers * CONV_WINDOW * config.conv_channels,
         "ssm": 4 * config.delta_layers * heads * config.linear_key_head_dim * dim,
@@ -158,42 +172,78 @@ class CardLayer:
     experts: tuple[tuple[int, Array], ...] | None
 
 
+@dataclass(frozen=True, slots=True)
+class PassPart:
+    """Tokens first..end of a sequence that run through all layers together. starts: where segments begin, the first
+    among them; stops: positions inside at which the state is wanted."""
+
+    first: int
+    end: int
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    def chunks(self) -> Array:
+        """The delta rule's table, int32 [chunks, 4]: first row, rows, index of the stop behind it or -1, 0."""
+        rows: list[tuple[int, int, int, int]] = []
+        for begin, end in zip(self.starts, [*self.starts[1:], self.end], strict=True):
+            for first in range(begin, end, CHUNK):
+                last = min(first + CHUNK, end)
+                stop = self.stops.index(last) if last in self.stops else -1
+                rows.append((first - self.first, last - first, stop, 0))
+        assert sum(row[2] >= 0 for row in rows) == len(self.stops), "a stop inside a chunk"
+        return np.array(rows, np.int32)
+
+
+def divide(first: int, end: int, starts: Sequence[int], stops: Sequence[int], longest: int) -> list[PassPart]:
+    """Cut tokens first..end into passes of at most `longest` tokens (a multiple of 64) and STOPS_AT_ONCE stops. A pass
+    ends at a multiple of 64 tokens from the start of its segment, or at a stop, which must lie on one as well."""
+    parts: list[PassPart] = []
+    while first < end:
+        last = min(first + longest, end)
+        own = sorted({first, *(start for start in starts if first < start <= last)})
+        if last < end:
+            last = own[-1] + (last - own[-1]) // PAGE_TOKENS * PAGE_TOKENS
+        inside = [stop for stop in stops if first < stop < last]
+        if len(inside) > STOPS_AT_ONCE:
+            last = inside[STOPS_AT_ONCE]
+        parts.append(PassPart(first, last, tuple(p for p in own if p < last), tuple(p for p in inside if p < last)))
+        first = last
+    return parts
+
+
 class GpuPrefill:
-    """Takes prompt segments into states on a card. One segment at a time, in the thread that made the card."""
+    """Takes prompt segments into states on a card. One call at a time, in the thread that made the card."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        cpu: CpuEngine,
-        card: Card,
-        *,
-        cpu_pass_tokens: int,
-        context_length: int,
-        memory_limit: int | None = None,
-    ) -> None:
-        """Plan, allocate and upload. cpu_pass_tokens: most tokens that `cpu` embeds at once. memory_limit: bytes of
-        the card to use at most. `close` closes the card; if this raises, the caller does.
+    def __init__(self, weights: Weights, cpu: CpuEngine, card: Card, plan: Plan, *, locked: bool) -> None:
+        """Allocate and upload. `close` closes the card; if this raises, the caller does. locked: whether the experts'
+        arrays are page-locked (`lock_experts`).
 
-        Raises ConfigError for a model that the kernels do not cover, OutOfMemory if the card is too small."""
+        Raises OutOfMemory if the card has less than was planned."""
         self.config = weights.config
-        check_model(weights)
-        self._cpu, self._cpu_pass_tokens, self._card = cpu, cpu_pass_tokens, card
+        self.plan, self.card = plan, card
+        self._cpu = cpu
         self._kv_f32 = cpu.kv_f32
-        self.plan = make_plan(weights, self._kv_f32, card.free_bytes(), context_length, memory_limit)
-        self._scratch = scratch_layout(self.config, self.plan.pass_tokens, self.plan.kv_tokens)
-        plan = self.plan
+        self._scratch = scratch_layout(self.config, plan.pass_tokens, plan.kv_tokens)
         self._base = card.allocate(self._scratch.nbytes)
         self._kv = card.allocate(plan.kv_bytes)
         self._slots = [card.allocate(plan.slot_bytes // 2) for _ in range(2)] if plan.slot_bytes else []
         self._next_weight = card.allocate(plan.dense_bytes + plan.expert_bytes)
-        self._pinned = True
         self._layers = [self._store(layer, i) for i, layer in enumerate(weights.layers)]
+        self._left: list[tuple[Float32Array, Float32Array]] = []  # states at stops: convolution windows, recurrent
         logger.info("prefill on %s: %s", card.name, self.plan)
-        if not self._pinned:
+        if not locked:
             logger.warning(
-                "the experts' weights could not be page-locked: their copies are several times slower and nothing is "
-                "computed meanwhile. Raise the limit on locked memory (ulimit -l) to the size of the checkpoint."
+                "The weights that travel to the card could not be page-locked: their copies are several times slower "
+                "and nothing is computed meanwhile. `fermion doctor` says what is missing."
             )
+
+    @property
+    def identity(self) -> str:
+        """Everything here that decides bits, for the fingerprint of what is cached."""
+        digest = hashlib.sha256()
+        for path in sorted(PTX.rglob("*.ptx")):
+            digest.update(path.name.encode() + path.read_bytes())
+        return f"{self.card.name}, kernels {digest.hexdigest()[:16]}"
 
     def accepts(self, tokens: int, positions: Int32Array) -> bool:
         """Whether the plan has room for a sequence of `tokens` tokens and a segment at these rotary positions."""
@@ -201,83 +251,119 @@ class GpuPrefill:
 
     def close(self) -> None:
         """Close the card with all memory on it. Idempotent."""
-        self._card.close()
+        self.card.close()
 
-    def prefill_steps(
+    def advance_steps(
         self,
         state: SequenceState,
         token_ids: Int32Array,
         positions: Int32Array,
         embeddings: Sequence[tuple[int, Float32Array]] = (),
-    ) -> Generator[int, None, Float32Array]:
-        """As Model.prefill_steps: append a segment, yield after each layer how far it is in tokens, return float32
-        [vocab] logits at its last token. OutOfMemory, before any work, if the context is longer than planned for.
+        *,
+        starts: Sequence[int] = (),
+        stops: Sequence[int] = (),
+        reached: Callable[[], None] = lambda: None,
+    ) -> Generator[int, None, int]:
+        """As Model.advance_steps: append segments, yield after each layer how far it is in tokens, return the row of
+        the last token in the CPU's pass, for its head.
 
-        If the generator is left early the state must be dropped; the card is ready for the next segment."""
+        starts: positions behind the state's at which further segments begin. stops: positions on the way, on the
+        segments' 64-token grids, at which `reached` is called with the state standing there. OutOfMemory, before any
+        work, if the context is longer than planned for. If the generator is left early the state must be dropped; the
+        card is ready for the next call."""
         ids = np.ascontiguousarray(token_ids, np.int32)
         where = np.ascontiguousarray(positions, np.int32)
-        end = state.position + len(ids)
+        first, end = state.position, state.position + len(ids)
         if not self.accepts(end, where):
             raise OutOfMemory(f"the card has room for the keys and values of {self.plan.kv_tokens} tokens, not {end}")
-        self._card.synchronize()
+        self.card.synchronize()
         state.reserve(end)
         self._state_in(state)
-        position = state.position
-        layers, size = len(self._layers), 0
-        for begin in range(0, len(ids), self.plan.pass_tokens):
-            size = min(self.plan.pass_tokens, len(ids) - begin)
+        layers = len(self._layers)
+        handed = first  # positions whose keys and values the host has
+        for part in divide(first, end, starts, stops, self.plan.pass_tokens):
+            begin, size = part.first - first, part.end - part.first
             rows = slice(begin, begin + size)
-            self._begin(ids[rows], where[rows], _shifted(embeddings, begin, size))
-            for index in self._run(state.position, size):
-                if index == layers - 1:
-                    state.position += size
+            self._begin(ids[rows], where[rows], _shifted(embeddings, begin, size), part)
+            for index in self._run(part):
                 yield begin + size * (index + 1) // layers
-        self._state_out(state, position)
+            if part.stops or part.end in stops or part.end == end:
+                self._pages_out(state, handed, part.end)
+                handed = part.end
+                self._pass_stops(state, part.stops, reached)
+                state.position = part.end
+                self.card.read(state.conv, self._at("conv"))
+                self.card.read(state.ssm, self._at("ssm"))
+                if part.end in stops:
+                    reached()
         last = np.empty((1, self.config.hidden_size), np.float32)
-        self._card.read(last, self._at("hidden") + 4 * (size - 1) * self.config.hidden_size)
+        self.card.read(last, self._at("hidden") + 4 * (size - 1) * self.config.hidden_size)
         self._cpu.begin(ids[-1:], where[-1:])
         self._cpu.hidden[:] = last
-        return self._cpu.logits(0)
+        return 0
 
     # ---- what moves ------------------------------------------------------------------------------------------
 
     def _state_in(self, state: SequenceState) -> None:
-        self._card.write(self._at("conv"), state.conv)
-        self._card.write(self._at("ssm"), state.ssm)
+        self.card.write(self._at("conv"), state.conv)
+        self.card.write(self._at("ssm"), state.ssm)
         size = state.page_bytes
         for page in range(-(-state.position // PAGE_TOKENS)):
-            self._card.write(self._kv + page * size, state.pages[page])
+            self.card.write(self._kv + page * size, state.pages[page])
 
-    def _state_out(self, state: SequenceState, from_position: int) -> None:
-        self._card.read(state.conv, self._at("conv"))
-        self._card.read(state.ssm, self._at("ssm"))
+    def _pages_out(self, state: SequenceState, first: int, end: int) -> None:
         size = state.page_bytes
-        for page in range(from_position // PAGE_TOKENS, -(-state.position // PAGE_TOKENS)):
-            self._card.read(state.pages[page], self._kv + page * size)
+        for page in range(first // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+            self.card.read(state.pages[page], self._kv + page * size)
 
-    def _begin(self, ids: Int32Array, positions: Int32Array, embeddings: Sequence[tuple[int, Float32Array]]) -> None:
+    def _pass_stops(self, state: SequenceState, stops: Sequence[int], reached: Callable[[], None]) -> None:
+        """Show the states that a pass has left behind. `state` itself is not moved: it borrows their arrays."""
+        own = state.conv, state.ssm
+        try:
+            for stop, (conv, ssm) in zip(stops, self._left, strict=False):
+                state.position, state.conv, state.ssm = stop, conv, ssm
+                reached()
+        finally:
+            state.conv, state.ssm = own
+
+    def _begin(
+        self,
+        ids: Int32Array,
+        positions: Int32Array,
+        embeddings: Sequence[tuple[int, Float32Array]],
+        part: PassPart,
+    ) -> None:
         """Embeddings, and the tables of a pass: rotary angles, chunks, pages."""
-        step = self._cpu_pass_tokens
+        step = self._cpu.max_tokens
         for begin in range(0, len(ids), step):
-            part = slice(begin, begin + step)
-            self._cpu.begin(ids[part], positions[part])
+            rows = slice(begin, begin + step)
+            self._cpu.begin(ids[rows], positions[rows])
             hidden = self._cpu.hidden
-            for start, rows in _shifted(embeddings, begin, len(hidden)):
-                hidden[start : start + len(rows)] = rows
-            self._card.write(self._at("hidden") + 4 * begin * self.config.hidden_size, np.ascontiguousarray(hidden))
+            for start, values in _shifted(embeddings, begin, len(hidden)):
+                hidden[start : start + len(values)] = values
+            self.card.write(self._at("hidden") + 4 * begin * self.config.hidden_size, np.ascontiguousarray(hidden))
         self._rotary_start = int(positions.min())
         span = np.arange(self._rotary_start, int(positions.max()) + 1, dtype=np.float32)[:, None]
         angles = (span * inverse_frequency(self.config.rotary_dim, self.config.rope_theta)).astype(np.float64)
         table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
-        self._card.write(self._at("rotary"), table)
-        self._card.write(self._at("positions"), positions)
-        chunks = [(first, min(CHUNK, len(ids) - first), -1, 0) for first in range(0, len(ids), CHUNK)]
-        self._card.write(self._at("chunks"), np.array(chunks, np.int32))
+        self.card.write(self._at("rotary"), table)
+        self.card.write(self._at("positions"), positions)
+        chunks = part.chunks()
+        self._chunks = len(chunks)
+        self.card.write(self._at("chunks"), chunks)
         size = page_bytes(self.config, self._kv_f32)
         layer = np.arange(self.config.attention_layers, dtype=np.uint64)[:, None]
         page = np.arange(self.plan.kv_tokens // PAGE_TOKENS, dtype=np.uint64)
         addresses = self._kv + layer * (size // max(self.config.attention_layers, 1)) + page * size
-        self._card.write(self._at("pages"), addresses.astype(np.uint64))
+        self.card.write(self._at("pages"), addresses.astype(np.uint64))
+        c = self.config
+        while len(self._left) < len(part.stops):
+            heads = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+            conv = _anonymous((c.delta_layers, CONV_WINDOW, c.conv_channels))
+            ssm = _anonymous((c.delta_layers, *heads))
+            self.card.pin(conv)
+            self.card.pin(ssm)
+            self._left.append((conv, ssm))
 
     def _store(self, layer: LayerWeights, index: int) -> CardLayer:
         """Upload a layer's weights; experts that travel stay where they are."""
@@ -291,16 +377,13 @@ class GpuPrefill:
         pieces = ((0, gate_up.data), (down_at, down.data))
         if stays:
             for offset, array in pieces:
-                self._card.write(base + offset, array)
-        else:
-            for _, array in pieces:
-                self._pinned &= self._card.pin(array)
+                self.card.write(base + offset, array)
         kind = LayerType.FULL_ATTENTION if isinstance(layer.mixer, AttentionWeights) else LayerType.LINEAR_ATTENTION
         return CardLayer(kind, tensors, None if stays else pieces)
 
     def _upload(self, array: Array, rows: int, cols: int) -> Stored:
         address = self._reserve(array.nbytes)
-        self._card.write(address, np.ascontiguousarray(array))
+        self.card.write(address, np.ascontiguousarray(array))
         return Stored(address, rows, cols)
 
     def _reserve(self, nbytes: int) -> int:
@@ -311,8 +394,9 @@ class GpuPrefill:
 
     # ---- the layers ------------------------------------------------------------------------------------------
 
-    def _run(self, position: int, tokens: int) -> Generator[int, None, None]:
+    def _run(self, part: PassPart) -> Generator[int, None, None]:
         """All layers of a pass; yields the number of each once the one before it is done."""
+        tokens = part.end - part.first
         travelling = [i for i, layer in enumerate(self._layers) if layer.experts is not None]
         arriving: dict[int, tuple[int, object]] = {}  # layer -> its buffer and copy; at most one
         freed: list[object] = [None, None]  # until when each buffer is in use
@@ -324,7 +408,7 @@ class GpuPrefill:
             if sent < len(travelling):
                 index, slot = travelling[sent], sent % 2
                 pieces = [(self._slots[slot] + offset, array) for offset, array in self._layers[index].experts or ()]
-                arriving[index] = slot, self._card.copy(pieces, freed[slot])
+                arriving[index] = slot, self.card.copy(pieces, freed[slot])
                 sent += 1
 
         numbers = {LayerType.FULL_ATTENTION: 0, LayerType.LINEAR_ATTENTION: 0}
@@ -332,27 +416,27 @@ class GpuPrefill:
         send()
         for index, layer in enumerate(self._layers):
             if layer.kind is LayerType.FULL_ATTENTION:
-                self._attention(layer, numbers[layer.kind], position, tokens)
+                self._attention(layer, numbers[layer.kind], part.first, tokens)
             else:
-                self._delta_net(layer, numbers[layer.kind], tokens)
+                self._delta_net(layer, numbers[layer.kind], part)
             numbers[layer.kind] += 1
             slot: int | None = None
             if layer.experts is not None:
                 slot, copied = arriving.pop(index)
-                self._card.wait(copied)
+                self.card.wait(copied)
             self._moe(layer, tokens, 0 if slot is None else self._slots[slot])
-            done = self._card.mark()
+            done = self.card.mark()
             if slot is not None:
                 freed[slot] = done
             if not arriving:
                 send()  # after this layer's launches: a copy of pageable memory holds this thread up
             if previous is not None:
-                self._card.finish(previous)
+                self.card.finish(previous)
             previous = done
             yield index
 
-    def _delta_net(self, layer: CardLayer, number: int, tokens: int) -> None:
-        c, t = self.config, layer.tensors
+    def _delta_net(self, layer: CardLayer, number: int, part: PassPart) -> None:
+        c, t, tokens = self.config, layer.tensors, part.end - part.first
         heads, dim, channels, width = c.linear_num_value_heads, c.linear_value_head_dim, c.conv_channels, c.value_width
         window = 4 * number * CONV_WINDOW * channels
         self._norm(t["input_norm"], tokens)
@@ -361,27 +445,37 @@ class GpuPrefill:
         self._float_product(t["ab"], "normed", "ab", tokens)
         blocks = -(-channels // 128)
         before, after = self._at("conv") + window, self._at("conv_next") + window
+        conv_stops, ssm_stops = self._at("conv_stops"), self._at("ssm_stops")
+        window_bytes, state_bytes = 4 * CONV_WINDOW * channels, 4 * heads * dim * dim
         self._launch(
             "conv1d_silu", (blocks, -(-tokens // 16)), 128,
             self._at("qkv"), t["conv"].address, before, self._at("convolved"), _int(tokens), _int(channels),
         )  # fmt: skip
+        for i, stop in enumerate(part.stops):
+            row = _int(stop - part.first)
+            self._launch(
+                "conv1d_window", (blocks, 1), 128,
+                self._at("qkv"), before, conv_stops + i * window_bytes, row, _int(channels),
+            )  # fmt: skip
         self._launch("conv1d_window", (blocks, 1), 128, self._at("qkv"), before, after, _int(tokens), _int(channels))
         self._launch("conv1d_window", (blocks, 1), 128, after, after, before, _int(CONV_WINDOW), _int(channels))
-        chunks = -(-tokens // CHUNK)
         a = self._at("ab")
-        for first in range(0, chunks, CHUNKS_AT_ONCE):
-            count = min(CHUNKS_AT_ONCE, chunks - first)
+        for first in range(0, self._chunks, CHUNKS_AT_ONCE):
+            count = min(CHUNKS_AT_ONCE, self._chunks - first)
             table = self._at("chunks") + 16 * first
             self._launch(
                 f"gated_delta_chunk_{dim}", (count, heads), 256,
                 self._at("convolved"), _int(channels), a, a + 4 * heads, _int(2 * heads), t["minus_a"].address,
                 t["dt_bias"].address, table, _int(c.linear_num_key_heads), c.rms_norm_eps, self._at("work"),
             )  # fmt: skip
-            state = self._at("ssm") + 4 * number * heads * dim * dim
+            state = self._at("ssm") + number * state_bytes
             self._launch(
                 f"gated_delta_scan_{dim}", (-(-dim // 32), heads), 256,
-                self._at("work"), table, _int(count), state, None, self._at("delta"),
+                self._at("work"), table, _int(count), state, ssm_stops, self._at("delta"),
             )  # fmt: skip
+        for i, (conv, ssm) in enumerate(self._left[: len(part.stops)]):
+            self.card.read_later(conv[number], conv_stops + i * window_bytes)
+            self.card.read_later(ssm[number], ssm_stops + i * state_bytes)
         delta = self._at("delta")
         self._launch(
             "gated_norm", (heads, tokens), 64,
@@ -496,42 +590,106 @@ class GpuPrefill:
         self._launch("swiglu", grid, 128, self._at(x), self._at(y), _int(rows), _int(inner))
 
     def _launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
-        self._card.launch(kernel, grid, threads, *arguments)
+        self.card.launch(kernel, grid, threads, *arguments)
 
     def _at(self, name: str) -> int:
         return self._base + self._scratch.offsets[name]
 
 
-def open_gpu(
+def open_card(
     weights: Weights,
-    cpu: CpuEngine,
     *,
+    kv_f32: bool,
     insist: bool,
-    cpu_pass_tokens: int,
     context_length: int,
     memory_limit: int | None = None,
-) -> GpuPrefill | None:
-    """Prefill on the first card; see `GpuPrefill`. Where it cannot be: ConfigError if the caller insists, else None
-    and a line in the log."""
+) -> tuple[CudaCard, Plan] | None:
+    """The first card and how its memory will be used; the caller closes it. memory_limit: bytes of it to use at most.
+
+    Where prompts cannot run on it: ConfigError if the caller insists, else None and a line in the log."""
     try:
+        check_model(weights)
         card = CudaCard(PTX)
         try:
-            return GpuPrefill(
-                weights,
-                cpu,
-                card,
-                cpu_pass_tokens=cpu_pass_tokens,
-                context_length=context_length,
-                memory_limit=memory_limit,
-            )
+            return card, make_plan(weights, kv_f32, card.free_bytes(), context_length, memory_limit)
         except BaseException:
             card.close()
             raise
     except (ConfigError, KernelError, OutOfMemory) as error:
-        if insist:
-            raise ConfigError(f"device is 'gpu', but prompts cannot run there: {error}") from error
-        logger.warning("prompts run on the CPU: %s", error)
+        decline(error, insist=insist)
         return None
+
+
+def decline(error: Exception, *, insist: bool) -> None:
+    """Go on without the card, saying why, unless the caller insists on it: ConfigError."""
+    if insist:
+        raise ConfigError(f"device is 'gpu', but prompts cannot run there: {error}") from error
+    logger.warning("prompts run on the CPU: %s", error)
+
+
+def lock_experts(weights: Weights, plan: Plan, card: Card) -> tuple[Weights, bool]:
+    """Page-lock the experts that travel: (weights to use from now on, whether all are locked).
+
+    In place where the driver can lock the mapped file; else their bytes move to memory of ours, which card and CPU
+    then both use; not at all if that is short."""
+    travelling = [i for i in range(len(weights.layers)) if i not in plan.resident]
+    arrays = [matrix.data for i in travelling for matrix in _expert_matrices(weights.layers[i].moe)]
+    if not arrays:
+        return weights, True
+    if all(card.pin(array) for array in arrays):
+        return weights, True
+    if sum(array.nbytes for array in arrays) + _LOCK_SPARE > available_bytes():
+        return weights, False
+    layers, locked = list(weights.layers), True
+    for i in travelling:
+        moved = []
+        for matrix in _expert_matrices(layers[i].moe):
+            data = _anonymous(matrix.data.shape, matrix.data.dtype)
+            np.copyto(data, matrix.data)
+            locked = locked and card.pin(data)
+            moved.append(dataclasses.replace(matrix, data=data))
+        moe = dataclasses.replace(layers[i].moe, experts_gate_up=moved[0], experts_down=moved[1])
+        layers[i] = dataclasses.replace(layers[i], moe=moe)
+    return dataclasses.replace(weights, layers=tuple(layers)), locked
+
+
+def card_rule(plan: Plan, context_length: int, min_tokens: int) -> CardRule:
+    """Which segments the card takes. Where its memory does not cover the context window the limit is rounded down to
+    one of few values: it decides bits, so what is cached should survive a little more or less free memory."""
+    if plan.kv_tokens >= context_length:
+        return CardRule(min_tokens, 1 << 30)
+    step = 1 << max(0, plan.kv_tokens.bit_length() - 4)
+    return CardRule(min_tokens, plan.kv_tokens // step * step)
+
+
+def measure_min_tokens(
+    gpu: GpuPrefill, on_cpu: Callable[[Int32Array], object], new_state: Callable[[], SequenceState]
+) -> int:
+    """The size of a segment from which the card is quicker than the CPU, by one trial of each: a segment costs the card
+    much the same whatever its size, since the weights must travel, and the CPU in proportion to it.
+
+    on_cpu: prefill of these tokens there. new_state: an empty sequence."""
+    ids = np.random.default_rng(0).integers(0, gpu.config.vocab_size, _TRIAL_TOKENS).astype(np.int32)
+    where = np.repeat(np.arange(_TRIAL_TOKENS, dtype=np.int32)[:, None], 3, axis=1)
+
+    def on_card(tokens: Int32Array) -> None:
+        for _ in gpu.advance_steps(new_state(), tokens, where):
+            pass
+
+    seconds = []
+    trials: tuple[Callable[[Int32Array], object], ...] = (on_card, on_cpu)
+    for run in trials:
+        run(ids)  # pages come from the disk, code is made
+        begin = time.perf_counter()
+        run(ids)
+        seconds.append(time.perf_counter() - begin)
+    share = seconds[0] / seconds[1] * _TRIAL_TOKENS
+    chosen = next((size for size in _MIN_TOKENS if size >= share), _MIN_TOKENS[-1])
+    logger.info(
+        "%d tokens take %.2f s on the card and %.2f s on the CPU: segments of at least %d tokens run on the card",
+        _TRIAL_TOKENS, *seconds, chosen,
+    )  # fmt: skip
+    return chosen
 
 
 def check_model(weights: Weights) -> None:
@@ -607,7 +765,7 @@ def make_plan(weights: Weights, kv_f32: bool, free_bytes: int, context_length: i
             everything = frozenset(range(len(experts)))
             return Plan(tokens, kv_tokens, everything, dense, sum(experts), 0, scratch, kv)
         slots = 2 * max(experts)
-        if left >= slots:
+        if tokens <= STREAMING_PASS_TOKENS and left >= slots:
             count = min(len(experts) - 1, (left - slots) // max(experts))
             # Spread out, the first layer first: what stays gives the copies of the others time.
             resident = frozenset(i * len(experts) // count for i in range(count)) if count else frozenset()
@@ -627,6 +785,18 @@ def _router(moe: MoeWeights) -> tuple[str, Array, int, int]:
 
 def _vector(name: str, values: Float32Array) -> tuple[str, Array, int, int]:
     return name, values, 1, len(values)
+
+
+def _expert_matrices(moe: MoeWeights) -> tuple[Matrix, Matrix]:
+    return moe.experts_gate_up, moe.experts_down
+
+
+def _anonymous(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
+    """An array in pages of its own, zero; huge ones where the system has them."""
+    kind = np.dtype(dtype)
+    memory = mmap.mmap(-1, max(1, int(np.prod(shape)) * kind.itemsize))
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, kind, int(np.prod(shape))).reshape(shape)
 
 
 def _shifted(embeddings: Sequence[tuple[int, Float32Array]], begin: int, size: int) -> list[tuple[int, Float32Array]]:

@@ -5,15 +5,20 @@ Knows weights, states and the C engine; nothing of requests, text or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core import Float32Array, Int32Array
 from engine.cpu import CpuEngine
+from engine.segments import Stretch
 from engine.state import SequenceState
 from engine.weights import Weights
+
+if TYPE_CHECKING:
+    from engine.gpu import GpuPrefill  # imported where a card is: engine.engine
 
 
 def text_positions(first: int, count: int) -> Int32Array:
@@ -25,7 +30,7 @@ class Model:
     """A loaded text model. One sequence at a time may be inside a call.
 
     Bits: a token's logits depend on the prompt, on where its prefill segments start and on the instruction set, not
-    on the number of threads nor on pass_tokens.
+    on the number of threads nor on pass_tokens. A card computes other bits than the CPU.
     """
 
     def __init__(
@@ -33,7 +38,12 @@ class Model:
     ) -> None:
         self.config: ModelConfig = weights.config
         self.pass_tokens = config.pass_tokens
+        self._gpu: GpuPrefill | None = None
         self.cpu = CpuEngine(weights, config, threads=threads, cpus=cpus, max_context=max_context)
+
+    def use_gpu(self, gpu: GpuPrefill) -> None:
+        """Let stretches that are meant for a card run there. The model closes it."""
+        self._gpu = gpu
 
     def new_state(self) -> SequenceState:
         """An empty sequence."""
@@ -72,17 +82,28 @@ class Model:
         token_ids: Int32Array,
         positions: Int32Array | None = None,
         embeddings: Sequence[tuple[int, Float32Array]] = (),
+        *,
+        card: Stretch | None = None,
+        reached: Callable[[], None] = lambda: None,
     ) -> Generator[int, None, int]:
         """Append a segment of at least one token; returns the row of its last token in its last pass.
 
         Yields after each layer how far the segment is, in tokens. If the generator is left early the state must be
         dropped. positions: int32 [n, 3], by default those of text behind the state. embeddings: (index in the segment,
-        rows float32 [k, hidden]) that take the place of the tokens' own.
+        rows float32 [k, hidden]) that take the place of the tokens' own. card: the tokens are this stretch of a
+        prompt, which may hold several segments and is computed by the card; `reached` is called at its stops.
         """
         ids = np.ascontiguousarray(token_ids, np.int32)
         if positions is None:
             positions = text_positions(state.position + state.rope_delta, len(ids))
         where = np.ascontiguousarray(positions, np.int32)
+        if card is not None:
+            assert self._gpu is not None, "a stretch for a card, but there is none"
+            return (
+                yield from self._gpu.advance_steps(
+                    state, ids, where, embeddings, starts=card.starts, stops=card.stops, reached=reached
+                )
+            )
         layers, size = self.config.num_hidden_layers, 0
         for begin in range(0, len(ids), self.pass_tokens):
             size = min(self.pass_tokens, len(ids) - begin)
@@ -110,5 +131,8 @@ class Model:
         return self.cpu.decode(state, token_id, state.position + state.rope_delta)
 
     def close(self) -> None:
-        """Free what the C engine holds."""
+        """Free what the card and the C engine hold."""
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
         self.cpu.close()

@@ -18,6 +18,7 @@ from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt, UInt8Arra
 from engine.cpu import build_digest, resolve_tier
 from engine.errors import ConfigError, RequestError
 from engine.placement import spare_bytes
+from engine.segments import CardRule, segments, stretches
 from engine.state import SequenceState, page_bytes, recurrent_bytes
 from engine.tokenizer import Tokenizer
 from engine.weights import Weights
@@ -86,12 +87,13 @@ def _kv_f32(config: EngineConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Everything about prompts that outlives one. markers: where turns begin. pass_tokens: most tokens of one pass.
-    cache None: nothing is kept."""
+    """Everything about prompts that outlives one. markers: where turns begin. pass_tokens: most tokens of one pass of
+    the CPU. cache None: nothing is kept. card: what a card computes, None if there is none."""
 
     markers: Markers | None
     pass_tokens: int
     cache: ModelCache | None
+    card: CardRule | None = None
 
     def begin(self, prompt: Prompt, state: SequenceState, options: CacheOptions) -> PromptRun:
         """A run of `prompt` in the empty `state`, which may thereby get as far as the cache reaches."""
@@ -106,17 +108,18 @@ class Reuse:
 class ModelCache:
     """The prefix cache of one loaded model. Its public methods are `engine.core.CacheControl`."""
 
-    def __init__(self, weights: Weights, config: EngineConfig, ram_bytes: int) -> None:
+    def __init__(self, weights: Weights, config: EngineConfig, ram_bytes: int, card: str = "") -> None:
         """Opens the disk tier and starts the thread that writes to it: on whatever processors the caller may use.
 
-        config.cache is set. ConfigError if ram_bytes cannot hold one snapshot.
+        config.cache is set. card: names everything about a card that decides bits, empty without one. ConfigError if
+        ram_bytes cannot hold one snapshot.
         """
         assert config.cache is not None
         geometry = Geometry(page_bytes(weights.config, _kv_f32(config)), recurrent_bytes(weights.config))
         disk = _disk(config.cache)
         try:
             settings = CacheConfig(ram_bytes, disk, _CUTS)
-            self.prefix = PrefixCache(settings, _fingerprint(weights, config), geometry)
+            self.prefix = PrefixCache(settings, _fingerprint(weights, config, card), geometry)
         except CacheError as error:
             raise ConfigError(f"the prefix cache cannot work with {ram_bytes} bytes of memory: {error}") from None
         self.prefix.start()
@@ -161,8 +164,8 @@ class ModelCache:
 class PromptRun:
     """One prompt on its way into a state.
 
-    state: stands at the resume point. report: what the cache gave. stops: ascending positions up to the prompt's end;
-    each stretch between two is one segment, and `reached` must be called behind it.
+    state: stands at the resume point. report: what the cache gave. stretches: what is left to compute, in order;
+    `reached` must be called behind each one, and at its stops.
     """
 
     def __init__(self, reuse: Reuse, prompt: Prompt, state: SequenceState, options: CacheOptions) -> None:
@@ -173,6 +176,7 @@ class PromptRun:
         self._options = options
         self._lease: Lease | None = None
         self._exact_tokens = 0
+        self._canonical = True  # nothing but prefill of this prompt's own segments is in the state
         self._saved: _Saved | None = None
         self._last_kept = 0
         media = [MediaSpan(image.start, image.count, image.digest) for image in prompt.images]
@@ -196,7 +200,8 @@ class PromptRun:
                 )
                 self._kinds = {placement.position: placement.kind for placement in placements}
         self.resumed = state.position
-        self.stops = _stops(self.resumed, self._key.tokens, {*cuts, *self._kinds}, reuse.pass_tokens)
+        self._segments = segments(cuts, self._key.tokens, reuse.card)
+        self.stretches = stretches(self._segments, self.resumed, self._kinds, reuse.pass_tokens)
 
     def _adopt(self, lease: Lease) -> None:
         state = self.state
@@ -204,13 +209,15 @@ class PromptRun:
         state.adopt(lease.pages, lease.tail)
         state.position, state.rope_delta = lease.position, lease.rope_delta
         self._exact_tokens = lease.exact_tokens
+        self._canonical = lease.exact_tokens == lease.position
         self._last_kept = lease.position
 
-    def reached(self, start: int) -> None:
-        """The state has come from `start` to its position, one of `stops`, in one segment."""
+    def reached(self) -> None:
+        """The state has come to the end of a stretch or to a stop inside."""
         position = self.state.position
-        if self._exact_tokens == start:
-            self._exact_tokens = position
+        if self._canonical:
+            part = next(part for part in self._segments if part.start < position <= part.end)
+            self._exact_tokens = position if position >= part.settled else part.start
         if position in self._kinds:
             self._store(self._key, self._kinds[position])
             self._saved, self._last_kept = None, position
@@ -273,29 +280,19 @@ class _Saved:
         return self.exact_tokens
 
 
-def _stops(start: int, end: int, wanted: set[int], pass_tokens: int) -> tuple[int, ...]:
-    """`wanted` positions in (start, end], the end, and what it takes that no stretch is longer than a pass. A stretch
-    is divided on the grid of its start, where it may be divided without effect on any bit."""
-    stops: list[int] = []
-    for stop in sorted({position for position in wanted if start < position < end} | {end}):
-        stops.extend(range(start + pass_tokens, stop, pass_tokens))
-        stops.append(stop)
-        start = stop
-    return tuple(stops)
-
-
-def _fingerprint(weights: Weights, config: EngineConfig) -> bytes:
+def _fingerprint(weights: Weights, config: EngineConfig, card: str) -> bytes:
     """Everything but tokens that decides the bits of a state."""
-    return fingerprint(
-        {
-            "weights": weights.file.sampled_digest(),
-            "model": repr(weights.config),
-            "compute": config.compute,
-            "tier": resolve_tier(config.simd_tier),
-            "kv": "float32" if _kv_f32(config) else "float16",
-            "kernels": build_digest(),
-        }
-    )
+    parts: dict[str, str | bytes | int | float | bool] = {
+        "weights": weights.file.sampled_digest(),
+        "model": repr(weights.config),
+        "compute": config.compute,
+        "tier": resolve_tier(config.simd_tier),
+        "kv": "float32" if _kv_f32(config) else "float16",
+        "kernels": build_digest(),
+    }
+    if card:
+        parts["card"] = card
+    return fingerprint(parts)
 
 
 def _disk(settings: CacheSettings) -> DiskConfig | None:

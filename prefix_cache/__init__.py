@@ -32,14 +32,14 @@ from .config import CacheConfig, DiskConfig, default_directory, default_disk_byt
 from .disk import FolderInfo, clear_directory, list_directory
 from .flight import Flight, Flights
 from .key import PAGE_TOKENS, CacheError, MediaSpan, Namespace, PromptKey, fingerprint
-from .policy import Cuts, Markers, Placement, canonical_cuts, plan, snap
+from .policy import SEGMENT_TOKENS, Cuts, Markers, Placement, canonical_cuts, plan, snap
 from .snapshot import Geometry, Kind, Provenance, StateSource
 from .stats import MissReason, Outcome, Stats, Tier
 
 __all__ = [
-    "PAGE_TOKENS", "CacheConfig", "CacheError", "Cuts", "DiskConfig", "Flight", "Flights", "FolderInfo", "Geometry",
-    "Kind", "Lease", "Markers", "MediaSpan", "MissReason", "Namespace", "Outcome", "Placement", "PrefixCache",
-    "PromptKey", "Provenance", "SnapshotInfo", "StateSource", "Stats", "Stored", "Tier", "canonical_cuts",
-    "clear_directory", "default_directory", "default_disk_bytes", "default_ram_bytes", "fingerprint",
+    "PAGE_TOKENS", "SEGMENT_TOKENS", "CacheConfig", "CacheError", "Cuts", "DiskConfig", "Flight", "Flights",
+    "FolderInfo", "Geometry", "Kind", "Lease", "Markers", "MediaSpan", "MissReason", "Namespace", "Outcome",
+    "Placement", "PrefixCache", "PromptKey", "Provenance", "SnapshotInfo", "StateSource", "Stats", "Stored",
+    "Tier", "canonical_cuts", "clear_directory", "default_directory", "default_disk_bytes", "default_ram_bytes", "fingerprint",
     "list_directory", "plan", "snap",
 ]  # fmt: skip

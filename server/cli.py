@@ -35,6 +35,7 @@ app.add_typer(cache, name="cache")
 _ENGINE = "Engine"
 _LIMITS = "Limits"
 _ACCESS = "Access"
+_GPU = "GPU"
 _CACHE = "Prefix cache"
 
 Model = Annotated[
@@ -73,6 +74,22 @@ ContextLength = Annotated[
     typer.Option(
         help="Context window in tokens, at most the model's own. (default: that)",
         rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Where prompts run: auto (a GPU if one is there), cpu or gpu. (default: auto)",
+        rich_help_panel=_GPU,
+        show_default=False,
+    ),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of the GPU to use at most, like 5G. (default: what is free)",
+        rich_help_panel=_GPU,
         show_default=False,
     ),
 ]
@@ -137,6 +154,16 @@ def serve(
     threads: Threads = None,
     compute: Compute = None,
     context_length: ContextLength = None,
+    device: Device = None,
+    gpu_memory: GpuMemory = None,
+    gpu_min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Shorter segments of a prompt run on the CPU, 1 to 1024. (default: measured at start)",
+            rich_help_panel=_GPU,
+            show_default=False,
+        ),
+    ] = None,
     cache_ram: Annotated[
         str | None,
         typer.Option(

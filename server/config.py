@@ -36,6 +36,7 @@ DEMO_CHECKPOINT = Path(__file__).parent.parent / "engine" / "demo" / "checkpoint
 
 SimdTier = Literal["auto", "scalar", "ssse3", "avx2", "avx512"]
 Compute = Literal["w4a8", "f32"]
+Device = Literal["auto", "cpu", "gpu"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -104,6 +105,10 @@ class Settings(BaseSettings):
     compute: Compute = "w4a8"
     context_length: Annotated[int | None, Field(ge=64)] = None
 
+    device: Device = "auto"
+    gpu_memory: Annotated[ByteCount | None, Field(gt=0)] = None
+    gpu_min_tokens: Annotated[int | None, Field(ge=1, le=1024)] = None
+
     cache_ram: Annotated[ByteCount | None, Field(gt=0)] = None
     cache_disk: ByteCount | None = None
     cache_dir: Path | None = None
@@ -149,6 +154,9 @@ class Settings(BaseSettings):
             threads=self.threads,
             compute=self.compute,
             context_length=self.context_length,
+            device=self.device,
+            gpu_memory=self.gpu_memory,
+            gpu_min_tokens=self.gpu_min_tokens,
             cache=None if self.no_cache else CacheSettings(self.cache_ram, self.cache_disk, self.cache_dir),
         )
 

@@ -52,6 +52,8 @@ def test_every_name_is_an_environment_variable_and_a_key(
         "log_level": "debug",
         "simd_tier": "scalar",
         "compute": "f32",
+        "device": "gpu",
+        "gpu_memory": "5G",
         "cors_origins": "http://a",
         "served_model_name": "m",
         "host": "::1",
@@ -67,6 +69,7 @@ def test_every_name_is_an_environment_variable_and_a_key(
         "cors_origins": ("http://a",),
         "api_key_file": Path("/keys"),
         "cache_ram": 7 << 20,
+        "gpu_memory": 5 << 30,
         "cache_disk": 3 << 29,
         "cache_dir": Path("/cache"),
     }.get(name, value)

@@ -4,8 +4,9 @@ float32 path."""
 from __future__ import annotations
 
 import ctypes
-import json
+import dataclasses
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ import pytest
 from card_models import card_checkpoint
 from tiny_models import load_model, vector_checkpoint
 
+import engine.engine
 from engine import cuda_driver
-from engine.config import LayerType, ModelConfig, parse_config
+from engine.config import EngineConfig, LayerType, ModelConfig, parse_config
 from engine.convert.synthetic import Shape, published_config
 from engine.core import Float32Array, Int32Array
 from engine.cuda_driver import CudaCard
+from engine.engine import Engine
 from engine.errors import ConfigError, KernelError, OutOfMemory
-from engine.gpu import PTX, GpuPrefill, make_plan, open_gpu
+from engine.gpu import PTX, STOPS_AT_ONCE, GpuPrefill, PassPart, divide, lock_experts, make_plan, open_card
 from engine.model import Model, text_positions
 from engine.state import SequenceState
 from engine.weights import (
@@ -71,24 +74,25 @@ def card(driver: ctypes.CDLL) -> Iterator[CudaCard]:
 
 
 def on_card(weights: Weights, model: Model, card: CudaCard, memory: int | None = None) -> GpuPrefill:
-    return GpuPrefill(weights, model.cpu, card, cpu_pass_tokens=64, context_length=CONTEXT, memory_limit=memory)
+    plan = make_plan(weights, model.cpu.kv_f32, card.free_bytes(), CONTEXT, memory)
+    weights, locked = lock_experts(weights, plan, card)
+    return GpuPrefill(weights, model.cpu, card, plan, locked=locked)
 
 
-def open_on_card(weights: Weights, model: Model, *, insist: bool = False) -> GpuPrefill | None:
-    return open_gpu(weights, model.cpu, insist=insist, cpu_pass_tokens=64, context_length=CONTEXT)
+def open_for(weights: Weights, *, insist: bool = False) -> object:
+    return open_card(weights, kv_f32=True, insist=insist, context_length=CONTEXT)
 
 
 def run(gpu: GpuPrefill, state: SequenceState, ids: Int32Array, **more: Any) -> Float32Array:
     positions = more.pop("positions", None)
     if positions is None:
         positions = text_positions(state.position, len(ids))
-    steps = gpu.prefill_steps(state, ids, positions, **more)
+    steps = gpu.advance_steps(state, ids, positions, **more)
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            logits: Float32Array = end.value
-            return logits
+            return gpu._cpu.logits(end.value)
 
 
 def deviation(got: Float32Array, expected: Float32Array) -> float:
@@ -139,6 +143,33 @@ def test_resumed_prefill_is_bit_equal(weights: Weights, model: Model, card: Cuda
     assert contents(split) == contents(whole)
 
 
+def test_segments_of_one_call_have_the_bits_of_separate_calls(weights: Weights, model: Model, card: CudaCard) -> None:
+    """With the states that the call leaves behind on its way."""
+    gpu, starts, stops = on_card(weights, model, card), (130, 195, 203), (64, 130, 203, 267)
+    separate, expected = model.new_state(), {}
+    for begin, end in pairwise([0, 64, 130, 195, 203, 267, 333]):
+        logits = run(gpu, separate, IDS[begin:end])
+        expected[end] = contents(separate)
+    state, found = model.new_state(), {}
+    got = run(
+        gpu, state, IDS, starts=starts, stops=stops, reached=lambda: found.update({state.position: contents(state)})
+    )
+    assert np.array_equal(got, logits)
+    assert found == {stop: expected[stop] for stop in stops}
+    assert contents(state) == expected[333]
+
+
+def test_passes_end_on_the_grid_of_their_segment_and_leave_few_states() -> None:
+    assert divide(0, 100, (), (), 4096) == [PassPart(0, 100, (0,), ())]
+    assert [(part.first, part.end) for part in divide(0, 300, (70,), (), 128)] == [(0, 70), (70, 198), (198, 300)]
+    stops = tuple(range(64, 64 * 12, 64))
+    parts = divide(0, 64 * 12, (), stops, 4096)
+    assert [part.end for part in parts] == [64 * (STOPS_AT_ONCE + 1), 64 * 12]
+    assert [*parts[0].stops, parts[0].end, *parts[1].stops] == list(stops)
+    table = PassPart(64, 140, (64, 130), (128, 130)).chunks()
+    assert table.tolist() == [[0, 32, -1, 0], [32, 32, 0, 0], [64, 2, 1, 0], [66, 10, -1, 0]]
+
+
 def test_what_stays_on_the_card_and_how_passes_are_cut_changes_no_bit(
     weights: Weights, model: Model, driver: ctypes.CDLL
 ) -> None:
@@ -180,7 +211,7 @@ def test_prefills_left_early_leave_the_card_ready_and_its_memory_as_it_was(
     card.synchronize()
     live = driver.fake_live()
     for layers in np.random.default_rng(4).integers(1, 5, 20):
-        steps = gpu.prefill_steps(model.new_state(), IDS[:130], text_positions(0, 130))
+        steps = gpu.advance_steps(model.new_state(), IDS[:130], text_positions(0, 130))
         for _ in range(layers):
             next(steps)
         steps.close()
@@ -193,7 +224,7 @@ def test_prefills_left_early_leave_the_card_ready_and_its_memory_as_it_was(
 
 def test_progress_counts_up_to_the_whole_segment(weights: Weights, model: Model, card: CudaCard) -> None:
     gpu = on_card(weights, model, card)
-    told = list(gpu.prefill_steps(model.new_state(), IDS, text_positions(0, len(IDS))))
+    told = list(gpu.advance_steps(model.new_state(), IDS, text_positions(0, len(IDS))))
     assert told == sorted(told)
     assert told[-1] == len(IDS)
 
@@ -214,11 +245,17 @@ def test_a_card_that_is_too_small_is_an_error_with_both_sizes(weights: Weights, 
 
 
 def test_memory_that_another_program_took_meanwhile_is_given_back_and_told(
-    weights: Weights, model: Model, driver: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, driver: ctypes.CDLL, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = EngineConfig(threads=1, context_length=CONTEXT, device="auto", gpu_min_tokens=64)
+    monkeypatch.setattr(engine.engine, "_GPU_DEVICE", Path("/"))
     driver.fake_fail(b"cuMemAlloc_v2", 2)
-    assert open_on_card(weights, model) is None
-    assert "prompts run on the CPU: the card has no" in caplog.text
+    with Engine.load(checkpoint, config):
+        assert "prompts run on the CPU: the card has no" in caplog.text
+        assert driver.fake_live() == 0
+    driver.fake_fail(b"cuMemAlloc_v2", 2)
+    with pytest.raises(ConfigError, match="device is 'gpu', but prompts cannot run there: the card has no"):
+        Engine.load(checkpoint, dataclasses.replace(config, device="gpu"))
     assert driver.fake_live() == 0
 
 
@@ -235,23 +272,21 @@ def test_refused_ptx_is_an_error_with_the_compilers_words(driver: ctypes.CDLL) -
         CudaCard(PTX)
 
 
-def test_a_model_that_the_kernels_do_not_cover_is_refused(tmp_path: Path, card: CudaCard) -> None:
+def test_a_model_that_the_kernels_do_not_cover_is_refused(tmp_path: Path) -> None:
     checkpoint = vector_checkpoint(tmp_path / "a", "a")
-    model = load_model(checkpoint, compute="f32")
     weights = load_weights(checkpoint, ModelConfig.load(checkpoint))
     with pytest.raises(ConfigError, match=r"prefill on the GPU: .* expected"):
-        on_card(weights, model, card)
-    model.close()
+        open_for(weights, insist=True)
 
 
 def test_without_a_driver_auto_is_the_cpu_with_a_line_in_the_log_and_gpu_an_error(
-    weights: Weights, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    weights: Weights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "libcuda-that-is-not-there.so.1")
-    assert open_on_card(weights, model) is None
+    assert open_for(weights) is None
     assert "prompts run on the CPU: no NVIDIA driver" in caplog.text
     with pytest.raises(ConfigError, match=r"device is 'gpu', but .* no NVIDIA driver"):
-        open_on_card(weights, model, insist=True)
+        open_for(weights, insist=True)
 
 
 def real_weights() -> Weights:
@@ -290,7 +325,7 @@ def real_weights() -> Weights:
 
 @pytest.mark.parametrize(
     ("free_mib", "context", "pass_tokens", "resident"),
-    [(5375, 4096, 4096, 15), (5375, 32768, 4096, 12), (5375, 262144, 4096, 9), (143_000, 32768, 4096, 40)],
+    [(5375, 4096, 2048, 16), (5375, 32768, 2048, 13), (5375, 262144, 2048, 10), (143_000, 32768, 4096, 40)],
 )
 def test_plan_of_the_real_model(free_mib: int, context: int, pass_tokens: int, resident: int) -> None:
     plan = make_plan(real_weights(), False, free_mib << 20, context, None)

@@ -21,7 +21,7 @@ import numpy as np
 from engine.config import EngineConfig, ModelConfig
 from engine.core import Float32Array, Int32Array
 from engine.cuda_driver import Argument, CudaCard
-from engine.gpu import PTX, GpuPrefill
+from engine.gpu import PTX, GpuPrefill, lock_experts, make_plan
 from engine.model import Model, text_positions
 from engine.placement import choose_threads
 from engine.state import SequenceState
@@ -48,13 +48,12 @@ class ProfiledCard(CudaCard):
 
 def run(gpu: GpuPrefill, state: SequenceState, ids: Int32Array) -> Float32Array:
     """Logits behind a segment."""
-    steps = gpu.prefill_steps(state, ids, text_positions(state.position, len(ids)))
+    steps = gpu.advance_steps(state, ids, text_positions(state.position, len(ids)))
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            logits: Float32Array = end.value
-            return logits
+            return gpu._cpu.logits(end.value)
 
 
 def copy_rate(card: CudaCard) -> float:
@@ -108,9 +107,9 @@ def main() -> int:
     probe.close()
     card = ProfiledCard(PTX) if options.profile else CudaCard(PTX)
     limit = None if options.gpu_memory_mib is None else options.gpu_memory_mib << 20
-    gpu = GpuPrefill(
-        weights, model.cpu, card, cpu_pass_tokens=config.pass_tokens, context_length=context, memory_limit=limit
-    )
+    plan = make_plan(weights, model.cpu.kv_f32, card.free_bytes(), context, limit)
+    weights, locked = lock_experts(weights, plan, card)
+    gpu = GpuPrefill(weights, model.cpu, card, plan, locked=locked)
     print(f"{card.name}: {gpu.plan}")
     travelling = [layer.moe for i, layer in enumerate(weights.layers) if i not in gpu.plan.resident]
     travel = sum(moe.experts_gate_up.data.nbytes + moe.experts_down.data.nbytes for moe in travelling)

@@ -15,7 +15,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from engine.config import ModelConfig  # noqa: E402
 from engine.core import Float32Array, Int32Array  # noqa: E402
 from engine.cuda_driver import CudaCard  # noqa: E402
 from engine.errors import FermionError, OutOfMemory  # noqa: E402
-from engine.gpu import PTX, GpuPrefill, make_plan  # noqa: E402
+from engine.gpu import PTX, GpuPrefill, lock_experts, make_plan  # noqa: E402
 from engine.model import Model, text_positions  # noqa: E402
 from engine.state import SequenceState  # noqa: E402
 from engine.weights import Weights, load_weights  # noqa: E402
@@ -38,15 +40,14 @@ CONTEXT = 4096
 CANCELS = 100
 
 
-def prefill(gpu: GpuPrefill, state: SequenceState, ids: Int32Array) -> Float32Array:
+def prefill(gpu: GpuPrefill, state: SequenceState, ids: Int32Array, **more: Any) -> Float32Array:
     """Logits behind a segment."""
-    steps = gpu.prefill_steps(state, ids, text_positions(state.position, len(ids)))
+    steps = gpu.advance_steps(state, ids, text_positions(state.position, len(ids)), **more)
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            logits: Float32Array = end.value
-            return logits
+            return gpu._cpu.logits(end.value)
 
 
 def contents(state: SequenceState) -> list[bytes]:
@@ -73,21 +74,18 @@ class Checks:
         self.weights: Weights = load_weights(checkpoint, ModelConfig.load(checkpoint))
         self.exact: Model = load_model(checkpoint, compute="f32", threads=4)
         rng = np.random.default_rng(3)
-        self.ids = rng.integers(0, self.weights.config.vocab_size, max(lengths) + 64).astype(np.int32)
+        self.ids = rng.integers(0, self.weights.config.vocab_size, max(*lengths, 333) + 64).astype(np.int32)
 
     @contextlib.contextmanager
     def gpu(self, model: Model | None = None, memory: int | None = None) -> Iterator[GpuPrefill]:
         """A fresh card with the model on it."""
         card = CudaCard(PTX)
         try:
-            yield GpuPrefill(
-                self.weights,
-                (model or self.exact).cpu,
-                card,
-                cpu_pass_tokens=512,
-                context_length=CONTEXT,
-                memory_limit=memory,
-            )
+            cpu = (model or self.exact).cpu
+            plan = make_plan(self.weights, cpu.kv_f32, card.free_bytes(), CONTEXT, memory)
+            weights, locked = lock_experts(self.weights, plan, card)
+            self.locked = locked
+            yield GpuPrefill(weights, cpu, card, plan, locked=locked)
         finally:
             card.close()
 
@@ -140,7 +138,7 @@ class Checks:
                 results.append((prefill(gpu, state, self.ids[:length]).tobytes(), contents(state)))
                 plans.append(str(gpu.plan))
         assert results[0] == results[1], plans
-        return plans[1]
+        return f"{plans[1]}; page-locked: {self.locked}"
 
     def smallest(self) -> int:
         """The least memory with which a plan has room for the context."""
@@ -154,6 +152,29 @@ class Checks:
                 break
             limit = memory
         return limit
+
+    def check_segments_of_one_call(self) -> str:
+        """Several segments in one call, with the states on the way, against one call each."""
+        starts, stops = (130, 195, 203), (64, 130, 203, 267)
+        end = 333
+        with self.gpu() as gpu:
+            separate, expected = self.exact.new_state(), {}
+            for first, last in pairwise([0, 64, 130, 195, 203, 267, end]):
+                logits = prefill(gpu, separate, self.ids[first:last])
+                expected[last] = contents(separate)
+            state, found = self.exact.new_state(), {}
+            got = prefill(
+                gpu,
+                state,
+                self.ids[:end],
+                starts=starts,
+                stops=stops,
+                reached=lambda: found.update({state.position: contents(state)}),
+            )
+            assert np.array_equal(got, logits)
+            assert found == {stop: expected[stop] for stop in stops}
+            assert contents(state) == expected[end]
+        return f"{len(starts) + 1} segments, {len(stops)} states"
 
     def check_half_precision_pages(self) -> str:
         """The serving configuration: 8-bit activations on the CPU, float16 keys and values on both."""
@@ -175,15 +196,15 @@ class Checks:
         length = min(max(self.lengths), 200)
         with self.gpu() as gpu:
             expected = prefill(gpu, self.exact.new_state(), self.ids[:length])
-            before = gpu._card.free_bytes()
+            before = gpu.card.free_bytes()
             layers = np.random.default_rng(4).integers(1, self.weights.config.num_hidden_layers, CANCELS)
             for count in layers:
-                steps = gpu.prefill_steps(self.exact.new_state(), self.ids[:length], text_positions(0, length))
+                steps = gpu.advance_steps(self.exact.new_state(), self.ids[:length], text_positions(0, length))
                 for _ in range(count):
                     next(steps)
                 steps.close()
             assert np.array_equal(prefill(gpu, self.exact.new_state(), self.ids[:length]), expected)
-            after = gpu._card.free_bytes()
+            after = gpu.card.free_bytes()
         assert after == before, f"{before - after} bytes are gone"
         return f"{CANCELS} cancels, {after} bytes free before and after"
 

@@ -79,6 +79,10 @@ int cuDeviceGetAttribute(int *value, int attribute, int) {
     *value = attribute == 75 ? 2 : 0;
     return 0;
 }
+int cuDriverGetVersion(int *version) {
+    *version = 9010;
+    return 0;
+}
 int cuGetErrorName(int status, const char **name) {
     *name = status == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : status == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR";
     return 0;
