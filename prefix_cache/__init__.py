@@ -40,6 +40,6 @@ __all__ = [
     "PAGE_TOKENS", "SEGMENT_TOKENS", "CacheConfig", "CacheError", "Cuts", "DiskConfig", "Flight", "Flights",
     "FolderInfo", "Geometry", "Kind", "Lease", "Markers", "MediaSpan", "MissReason", "Namespace", "Outcome",
     "Placement", "PrefixCache", "PromptKey", "Provenance", "SnapshotInfo", "StateSource", "Stats", "Stored",
-    "Tier", "canonical_cuts", "clear_directory", "default_directory", "default_disk_bytes", "default_ram_bytes", "fingerprint",
-    "list_directory", "plan", "snap",
+    "Tier", "canonical_cuts", "clear_directory", "default_directory", "default_disk_bytes",
+    "default_ram_bytes", "fingerprint", "list_directory", "plan", "snap",
 ]  # fmt: skip
