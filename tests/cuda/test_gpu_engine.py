@@ -172,7 +172,7 @@ def test_experts_move_where_their_file_cannot_be_locked(
     asked = request(turn(6, 200))
     with Engine.load(checkpoint, config()) as resident:
         expected, _ = answer(resident, asked)
-    small = 4_300_000  # too little for any layer's experts to stay
+    small = 4_200_000  # too little for any layer's experts to stay
     for refusals, warned in ((1, False), (100, True)):
         caplog.clear()
         refused = iter([True] * refusals + [False] * 100)
