@@ -22,6 +22,7 @@ from server.completions import Completions
 from server.config import ServerConfig
 from server.errors import ApiError
 from server.generation import ChoiceBuilder
+from server.images import PictureReader
 from server.inspect_routes import ApplyTemplate, Detokenize, MetricsPage, RequestState, Tokenize
 from server.logprobs import TokenNames
 from server.messages import CountTokens, Messages
@@ -50,11 +51,12 @@ def create_service(
     keep_alive_s: float,
     max_body_bytes: int,
     request_timeout_s: float = 0.0,
+    pictures: PictureReader | None = None,
 ) -> Service:
     """Everything behind the endpoints, for the checkpoint in `directory`.
 
-    request_timeout_s: 0 is no limit. ModelFileError if its text files are missing or wrong. The engine is loaded when
-    the worker is started.
+    request_timeout_s: 0 is no limit; pictures: None for a model that reads none. ModelFileError if its text files are
+    missing or wrong. The engine is loaded when the worker is started.
     """
     tokenizer = Tokenizer.load(directory)
     prompts = PromptBuilder(tokenizer, ChatTemplate.load(directory), GenerationDefaults.load(directory))
@@ -70,6 +72,7 @@ def create_service(
         model=model_name,
         keep_alive_s=keep_alive_s,
         max_body_bytes=max_body_bytes,
+        pictures=pictures,
     )
 
 

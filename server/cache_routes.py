@@ -79,17 +79,16 @@ class CacheWarm:
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
         _control(service)
-        work = await asyncio.to_thread(self._prepare, body, record.request_id, tenant_of(scope))
-        job = service.job(scope, work, body)
+        request = await asyncio.to_thread(self._prepare, body)
+        work = await service.chat_work(request, scope)
+        job = await service.job(scope, work, body)
         answer = _Warmed(work)
         await answering.whole(service.worker, job, answer, record, receive, send, service.keep_alive_s)
 
-    def _prepare(self, body: bytes, request_id: str, tenant: bytes) -> Work:
-        service = self._service
-        request = service.check(ChatCompletionRequest, body)
+    def _prepare(self, body: bytes) -> ChatCompletionRequest:
+        request = self._service.check(ChatCompletionRequest, body)
         reading = {"max_tokens": 0, "max_completion_tokens": None, "n": 1, "stream": None, "stream_options": None}
-        request = request.model_copy(update=reading)
-        return service.choices.chat(request, request_id, service.worker.context_length, tenant)
+        return request.model_copy(update=reading)
 
 
 class _Warmed:

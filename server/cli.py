@@ -37,6 +37,7 @@ _LIMITS = "Limits"
 _ACCESS = "Access"
 _GPU = "GPU"
 _CACHE = "Prefix cache"
+_PICTURES = "Pictures"
 
 Model = Annotated[
     Path | None, typer.Argument(help="Checkpoint directory; the built-in demo model if not given.", show_default=False)
@@ -161,6 +162,29 @@ def serve(
         typer.Option(
             help="Shorter segments of a prompt run on the CPU, 1 to 1024. (default: measured at start)",
             rich_help_panel=_GPU,
+            show_default=False,
+        ),
+    ] = None,
+    image_max_pixels: Annotated[
+        int | None,
+        typer.Option(
+            help="Most pixels of a picture; larger ones are made smaller. 1024 pixels cost a token. (default: 1048576)",
+            rich_help_panel=_PICTURES,
+            show_default=False,
+        ),
+    ] = None,
+    max_images: Annotated[
+        int | None,
+        typer.Option(
+            help="Most pictures in a request; 0: none. (default: 16)", rich_help_panel=_PICTURES, show_default=False
+        ),
+    ] = None,
+    image_fetch: Annotated[
+        bool | None,
+        typer.Option(
+            "--image-fetch",
+            help="Fetch pictures from public http and https URLs. (default: only data: URLs)",
+            rich_help_panel=_PICTURES,
             show_default=False,
         ),
     ] = None,

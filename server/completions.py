@@ -63,7 +63,7 @@ class Completions:
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
         prepared = await asyncio.to_thread(self._prepare, body, record.request_id, tenant_of(scope))
-        job = service.job(scope, prepared.work, body)
+        job = await service.job(scope, prepared.work, body)
         head = AnswerHead(f"cmpl-{record.request_id}", int(time.time()), service.model, len(prepared.echoes))
         usage = UsageCount(prepared.work.prompt_tokens)
         if prepared.request.stream:

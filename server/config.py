@@ -73,6 +73,9 @@ class ServerConfig:
     keep_alive_s: float
     max_body_bytes: int
     shutdown_grace_s: float
+    image_max_pixels: int
+    max_images: int
+    image_fetch: bool
 
 
 class Settings(BaseSettings):
@@ -108,6 +111,10 @@ class Settings(BaseSettings):
     device: Device = "auto"
     gpu_memory: Annotated[ByteCount | None, Field(gt=0)] = None
     gpu_min_tokens: Annotated[int | None, Field(ge=1, le=1024)] = None
+
+    image_max_pixels: Annotated[int, Field(ge=1024, le=16_777_216)] = 1_048_576
+    max_images: Annotated[int, Field(ge=0, le=1000)] = 16
+    image_fetch: bool = False
 
     cache_ram: Annotated[ByteCount | None, Field(gt=0)] = None
     cache_disk: ByteCount | None = None
@@ -145,6 +152,9 @@ class Settings(BaseSettings):
             keep_alive_s=self.keep_alive_s,
             max_body_bytes=self.max_body_mb << 20,
             shutdown_grace_s=self.shutdown_grace_s,
+            image_max_pixels=self.image_max_pixels,
+            max_images=self.max_images,
+            image_fetch=self.image_fetch,
         )
 
     def engine_config(self) -> EngineConfig:

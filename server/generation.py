@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from engine.core import GenerationRequest
+from engine.image import Picture
 from engine.tokenizer import Tokenizer
 from server.constraint import AnswerConstraint
 from server.errors import invalid, unsupported
@@ -54,11 +55,18 @@ class ChoiceBuilder:
             call_end=tokenizer.encode(CALL_END, allow_special=True),
         )
 
-    def chat(self, request: ChatCompletionRequest, request_id: str, context_length: int, tenant: bytes = b"") -> Work:
-        """The work of a chat request. tenant: whose cached prompts may be used. Raises ApiError or RequestError for
-        whatever cannot be served."""
+    def chat(
+        self,
+        request: ChatCompletionRequest,
+        request_id: str,
+        context_length: int,
+        tenant: bytes = b"",
+        pictures: Sequence[Picture] = (),
+    ) -> Work:
+        """The work of a chat request. tenant: whose cached prompts may be used; pictures: those of the messages.
+        Raises ApiError or RequestError for whatever cannot be served."""
         stops = stop_strings(request.stop)
-        chat = self._prompts.chat(request, context_length)
+        chat = self._prompts.chat(request, context_length, pictures)
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         generation = self._prompts.generation_request(

@@ -20,22 +20,29 @@ class Tokenize:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, self._service.max_body_bytes)
-        await send_json(send, await asyncio.to_thread(self._answer, body))
-
-    def _answer(self, body: bytes) -> dict[str, Any]:
         service = self._service
-        request = parse_request(TokenizeRequest, body)
+        body = await read_body(scope, receive, service.max_body_bytes)
+        request = await asyncio.to_thread(parse_request, TokenizeRequest, body)
         if request.model is not None:
             service.check_model(request.model)
+        ids = await self._ids(request, body, scope)
+        await send_json(send, await asyncio.to_thread(self._answer, request, ids))
+
+    async def _ids(self, request: TokenizeRequest, body: bytes, scope: Scope) -> list[int]:
+        service = self._service
         if request.messages is not None:
-            chat = parse_request(ChatCompletionRequest, body, defaults={"model": service.model})
-            ids = service.prompts.chat(chat).prompt.token_ids.tolist()
-        elif request.prompt is not None:
-            # Special tokens are the caller's wish here: nothing is generated from them.
-            ids = list(service.prompts.tokenizer.encode(request.prompt, allow_special=request.parse_special is True))
-        else:
+            defaults = {"model": service.model}
+            chat = await asyncio.to_thread(parse_request, ChatCompletionRequest, body, defaults)
+            ids: list[int] = (await service.chat_prompt(chat, scope)).prompt.token_ids.tolist()
+            return ids
+        if request.prompt is None:
             raise invalid("Either 'prompt' or 'messages' is needed.", "prompt")
+        # Special tokens are the caller's wish here: nothing is generated from them.
+        is_special = request.parse_special is True
+        return await asyncio.to_thread(service.prompts.tokenizer.encode, request.prompt, is_special)
+
+    def _answer(self, request: TokenizeRequest, ids: list[int]) -> dict[str, Any]:
+        service = self._service
         answer = {"count": len(ids), "max_model_len": service.worker.context_length, "tokens": ids}
         if request.return_token_strs:
             answer["token_strs"] = [service.tokens.text(token) for token in ids]
@@ -65,12 +72,10 @@ class ApplyTemplate:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, self._service.max_body_bytes)
-        await send_json(send, {"prompt": await asyncio.to_thread(self._render, body)})
-
-    def _render(self, body: bytes) -> str:
-        request = parse_request(ChatCompletionRequest, body, defaults={"model": self._service.model})
-        return self._service.prompts.chat(request).text
+        service = self._service
+        body = await read_body(scope, receive, service.max_body_bytes)
+        request = await asyncio.to_thread(parse_request, ChatCompletionRequest, body, {"model": service.model})
+        await send_json(send, {"prompt": (await service.chat_prompt(request, scope)).text})
 
 
 class MetricsPage:

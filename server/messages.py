@@ -19,10 +19,18 @@ from server.chatwire import UsageCount
 from server.errors import invalid, to_api_error, unsupported
 from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started
 from server.routes import Service
-from server.schema import CachingRequest, ChatCompletionRequest, WireModel, cache_fields, parse_request, unknown_fields
+from server.schema import (
+    CachingRequest,
+    ChatCompletionRequest,
+    ImagePart,
+    WireModel,
+    cache_fields,
+    parse_request,
+    unknown_fields,
+)
 from server.textstream import TextDelta
 from server.toolcalls import ToolCallDelta
-from server.transport import read_body, record_of, send_json, tenant_of
+from server.transport import read_body, record_of, send_json
 
 # Clients hand thinking blocks back with their signature; there is nothing here to sign.
 _SIGNATURE = "unsigned"
@@ -42,8 +50,24 @@ class RedactedThinkingBlock(WireModel):
     type: Literal["redacted_thinking"]
 
 
+class Base64Source(WireModel):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class UrlSource(WireModel):
+    type: Literal["url"]
+    url: str
+
+
+class FileSource(WireModel):
+    type: Literal["file"]
+
+
 class ImageBlock(WireModel):
     type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource | FileSource, Field(discriminator="type")]
 
 
 class DocumentBlock(WireModel):
@@ -129,17 +153,16 @@ class Messages:
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
 
-        def prepare() -> tuple[MessagesRequest, Any]:
+        def prepare() -> tuple[MessagesRequest, ChatCompletionRequest]:
             request = parse_request(MessagesRequest, body)
             service.check_model(request.model)
             service.unknown.note(unknown_fields(request))
             service.worker.check_admission()
-            chat = to_chat_request(request)
-            length = service.worker.context_length
-            return request, service.choices.chat(chat, record.request_id, length, tenant_of(scope))
+            return request, to_chat_request(request)
 
-        request, work = await asyncio.to_thread(prepare)
-        job = service.job(scope, work, body)
+        request, chat = await asyncio.to_thread(prepare)
+        work = await service.chat_work(chat, scope)
+        job = await service.job(scope, work, body)
         usage = UsageCount(work.prompt_tokens)
         message_id = f"msg_{record.request_id}"
         if request.stream:
@@ -160,12 +183,13 @@ class CountTokens:
         service = self._service
         body = await read_body(scope, receive, service.max_body_bytes)
 
-        def count() -> int:
+        def prepare() -> ChatCompletionRequest:
             request = parse_request(CountTokensRequest, body)
             service.check_model(request.model)
-            return len(service.prompts.chat(to_chat_request(request)).prompt.token_ids)
+            return to_chat_request(request)
 
-        await send_json(send, {"input_tokens": await asyncio.to_thread(count)})
+        prompt = await service.chat_prompt(await asyncio.to_thread(prepare), scope)
+        await send_json(send, {"input_tokens": len(prompt.prompt.token_ids)})
 
 
 def to_chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
@@ -212,31 +236,34 @@ def _turns(turns: list[Turn]) -> Iterator[dict[str, Any]]:
 
 def _user_turn(blocks: list[Block], path: str) -> Iterator[dict[str, Any]]:
     """Tool results stand before the text of the same turn, as in the model's own order."""
-    texts: list[str] = []
+    parts: list[Any] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock):
-            yield {
-                "role": "tool",
-                "tool_call_id": block.tool_use_id,
-                "content": _result_text(block, f"{path}[{index}]"),
-            }
-        elif isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ImageBlock | DocumentBlock):
-            raise unsupported(f"{path}[{index}].{block.type}", "Only text is.")
+            content: Any = block.content or ""
+            if not isinstance(content, str):
+                here = f"{path}[{index}].content"
+                content = [_part(part, f"{here}[{position}]") for position, part in enumerate(content)]
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        elif isinstance(block, TextBlock | ImageBlock | DocumentBlock):
+            parts.append(_part(block, f"{path}[{index}]"))
         else:
             raise invalid(f"A user turn cannot hold a block of type '{block.type}'.", f"{path}[{index}].type")
-    if texts:
-        yield {"role": "user", "content": "".join(texts)}
+    if parts:
+        yield {"role": "user", "content": parts}
 
 
-def _result_text(block: ToolResultBlock, path: str) -> str:
-    if block.content is None or isinstance(block.content, str):
-        return block.content or ""
-    for index, part in enumerate(block.content):
-        if not isinstance(part, TextBlock):
-            raise unsupported(f"{path}.content[{index}].{part.type}", "Only text is.")
-    return "".join(part.text for part in block.content if isinstance(part, TextBlock))
+def _part(block: TextBlock | ImageBlock | DocumentBlock, path: str) -> dict[str, Any] | ImagePart:
+    """A block as a part of the chat API."""
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    if isinstance(block, DocumentBlock):
+        raise unsupported(f"{path}.document", "Only text and pictures are.")
+    source = block.source
+    if isinstance(source, FileSource):
+        raise unsupported(f"{path}.source.file", "Nothing is stored here that could be referred to.")
+    if isinstance(source, UrlSource):
+        return ImagePart.at(f"{path}.source", source.url)
+    return ImagePart.at(f"{path}.source", f"data:{source.media_type};base64,{source.data}")
 
 
 def _assistant_turn(blocks: list[Block], path: str) -> dict[str, Any]:

@@ -115,6 +115,7 @@ _REFUSALS = {
         ("405", "The method is not allowed here."),
         ("408", "The request body did not come."),
         ("413", "The request body is too large."),
+        ("415", "The request body is compressed."),
         ("429", "The queue is full; Retry-After says when to try again."),
         ("503", "The model is being loaded, or the server is shutting down."),
         ("504", "The request took more work than this server allows."),

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.core import CacheOptions, GenerationRequest, Prompt, SamplingParams
+from engine.core import CacheOptions, GenerationRequest, ImageSpan, Int32Array, Prompt, SamplingParams
 from engine.errors import ContextLengthExceeded, ModelFileError, RequestError
+from engine.image import Picture
 from engine.tokenizer import Tokenizer
 from server.errors import invalid, unsupported
 from server.schema import (
@@ -34,6 +35,8 @@ from server.toolcalls import decode_arguments
 THINK_START = "<think>"
 THINK_END = "</think>"
 TURN_START = "<|im_start|>"
+IMAGE_PAD = "<|image_pad|>"
+VISION_END = "<|vision_end|>"
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 512
@@ -86,11 +89,13 @@ _DEFAULTABLE: dict[str, type[int] | type[float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation. text: what the model reads; in_reasoning: it ends inside an open thinking block."""
+    """A rendered conversation. text: what the model reads, one placeholder for each picture; in_reasoning: it ends
+    inside an open thinking block; pictures: those of the messages, in order."""
 
     prompt: Prompt
     text: str
     in_reasoning: bool
+    pictures: tuple[Picture, ...] = ()
 
 
 class PromptBuilder:
@@ -101,6 +106,8 @@ class PromptBuilder:
         self.defaults = defaults
         self._template = template
         self._turn_start = tokenizer.added_tokens.get(TURN_START)
+        self._image_pad = tokenizer.added_tokens.get(IMAGE_PAD)
+        self._vision_end = tokenizer.added_tokens.get(VISION_END)
 
     def refuse_hopeless(self, text: str, context_length: int, param: str = "messages") -> None:
         """ContextLengthExceeded for a text whose mere size is too much: encoding it could take minutes."""
@@ -109,8 +116,11 @@ class PromptBuilder:
         if least > context_length:
             raise _context_exceeded(least, 1, context_length, param)
 
-    def chat(self, request: ChatCompletionRequest, context_length: int | None = None) -> ChatPrompt:
-        """Render and encode the messages of `request`. context_length: refuse early what cannot fit.
+    def chat(
+        self, request: ChatCompletionRequest, context_length: int | None = None, pictures: Sequence[Picture] = ()
+    ) -> ChatPrompt:
+        """Render and encode the messages of `request`. context_length: refuse early what cannot fit; pictures: those
+        of the messages, in order.
 
         Raises RequestError (400) for what cannot be rendered, ContextLengthExceeded."""
         guard = SpecialTextGuard(self.tokenizer.added_tokens)
@@ -145,14 +155,37 @@ class PromptBuilder:
             ids.extend(self.tokenizer.encode(piece.text, allow_special=piece.is_template))
         tail = rendered[rendered.rfind(TURN_START) :]
         return ChatPrompt(
-            prompt=Prompt(np.asarray(ids, dtype=np.int32), self._boundaries(ids)),
+            prompt=self._prompt(np.asarray(ids, dtype=np.int32), pictures),
             text="".join(piece.text for piece in pieces),
             in_reasoning=tail.rfind(THINK_START) > tail.rfind(THINK_END),
+            pictures=tuple(pictures),
         )
 
-    def _boundaries(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Positions at which a turn begins: later prompts share everything before one of them."""
-        return tuple(position for position, token in enumerate(ids) if position > 0 and token == self._turn_start)
+    def _prompt(self, ids: Int32Array, pictures: Sequence[Picture]) -> Prompt:
+        """Give each picture's placeholder in `ids` the room that the picture needs."""
+        pads = np.flatnonzero(ids == self._image_pad) if self._image_pad is not None else np.zeros(0, np.int64)
+        if len(pads) != len(pictures):
+            raise RequestError(
+                f"The chat template shows {len(pads)} of the {len(pictures)} pictures in the messages, so they cannot "
+                "be told apart.",
+                param="messages",
+                code="pictures_not_shown",
+            )
+        counts = np.ones(len(ids), np.int64)
+        counts[pads] = [picture.tokens for picture in pictures]
+        starts = (np.cumsum(counts) - counts)[pads]
+        ids = np.repeat(ids, counts)
+        spans = tuple(picture.span(int(start)) for picture, start in zip(pictures, starts, strict=True))
+        return Prompt(ids, self._boundaries(ids, spans), spans)
+
+    def _boundaries(self, ids: Int32Array, spans: Sequence[ImageSpan]) -> tuple[int, ...]:
+        """Positions at which a turn or a picture begins, or a picture's frame ends: later prompts share everything
+        before one of them."""
+        found = set() if self._turn_start is None else set(np.flatnonzero(ids == self._turn_start).tolist())
+        for span in spans:
+            end = span.start + span.count
+            found |= {span.start, end + int(end < len(ids) and ids[end] == self._vision_end)}
+        return tuple(sorted(found - {0, len(ids)}))
 
     def generation_request(
         self,
@@ -242,16 +275,15 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages in the form that templates of this family expect.
 
-    developer is system; all system texts move to the front, in order; text parts are joined; null is no text;
-    arguments of calls become objects.
+    developer is system; all system texts move to the front, in order; text parts are joined unless there are pictures
+    among them; null is no text; arguments of calls become objects.
     """
     instructions: list[str] = []
     turns: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         if message.role in ("system", "developer"):
             content = _content(message.content, f"messages[{index}].content")
-            if not isinstance(content, str):
-                raise invalid("A system message cannot hold images.", f"messages[{index}].content")
+            assert isinstance(content, str), "pictures were refused here when they were read"
             instructions.append(content)
         else:
             turns.append(_turn(message, index))
@@ -301,19 +333,23 @@ def _split_reasoning(content: str) -> tuple[str | None, str]:
     return reasoning.strip(), answer.lstrip("\n")
 
 
-def _content(content: Content | None, path: str) -> str:
+def _content(content: Content | None, path: str) -> str | list[dict[str, str]]:
+    """The text, or text and places of pictures where there are pictures."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts: list[str] = []
+    parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
         if isinstance(part, TextPart):
-            texts.append(part.text)
+            parts.append({"type": "text", "text": part.text})
         elif isinstance(part, RefusalPart):
-            texts.append(part.refusal)
+            parts.append({"type": "text", "text": part.refusal})
+        elif isinstance(part, ImagePart):
+            parts.append({"type": "image"})
         else:
-            kind = "image_url" if isinstance(part, ImagePart) else part.type
-            raise unsupported(f"{path}[{index}].{kind}", "Only text parts are.")
-    return "".join(texts)
+            raise unsupported(f"{path}[{index}].{part.type}", "Only text and pictures are.")
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]]:

@@ -18,12 +18,21 @@ from engine.core import Progress
 from server import answering, sse
 from server.chatwire import UsageCount
 from server.errors import ApiError, invalid, to_api_error, unsupported
-from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started, Work
+from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started
 from server.routes import Service
-from server.schema import CachingRequest, ChatCompletionRequest, WireModel, cache_fields, parse_request, unknown_fields
+from server.schema import (
+    CachingRequest,
+    ChatCompletionRequest,
+    ImageDetail,
+    ImagePart,
+    WireModel,
+    cache_fields,
+    parse_request,
+    unknown_fields,
+)
 from server.textstream import TextDelta
 from server.toolcalls import ToolCallDelta
-from server.transport import read_body, record_of, tenant_of
+from server.transport import read_body, record_of
 
 
 class TextItemPart(WireModel):
@@ -36,11 +45,18 @@ class RefusalItemPart(WireModel):
     refusal: str
 
 
+class ImageItemPart(WireModel):
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: ImageDetail | None = None
+
+
 class OtherItemPart(WireModel):
-    type: Literal["input_image", "input_file", "input_audio"]
+    type: Literal["input_file", "input_audio"]
 
 
-ItemPart = Annotated[TextItemPart | RefusalItemPart | OtherItemPart, Field(discriminator="type")]
+ItemPart = Annotated[TextItemPart | RefusalItemPart | ImageItemPart | OtherItemPart, Field(discriminator="type")]
 
 
 class InputItem(WireModel):
@@ -136,15 +152,23 @@ class Responses:
         service = self._service
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
-        request, work = await asyncio.to_thread(self._prepare, body, record.request_id, tenant_of(scope))
-        job = service.job(scope, work, body)
+        request, chat = await asyncio.to_thread(self._prepare, body)
+        try:
+            work = await service.chat_work(chat, scope)
+        except Exception as error:
+            refusal = to_api_error(error)
+            if refusal.param == "messages":
+                refusal = ApiError(refusal.status, refusal.message, code=refusal.code, param="input")
+                raise refusal from error
+            raise
+        job = await service.job(scope, work, body)
         writer = ResponseWriter(record.request_id, service.model, request, UsageCount(work.prompt_tokens))
         if request.stream:
             await answering.stream(service.worker, job, writer, record, receive, send, service.keep_alive_s)
         else:
             await answering.whole(service.worker, job, writer, record, receive, send, service.keep_alive_s)
 
-    def _prepare(self, body: bytes, request_id: str, tenant: bytes) -> tuple[ResponsesRequest, Work]:
+    def _prepare(self, body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
         service = self._service
         request = parse_request(ResponsesRequest, body)
         service.check_model(request.model)
@@ -153,15 +177,7 @@ class Responses:
                 raise unsupported(name)
         service.unknown.note(unknown_fields(request))
         service.worker.check_admission()
-        chat = to_chat_request(request)
-        try:
-            return request, service.choices.chat(chat, request_id, service.worker.context_length, tenant)
-        except Exception as error:
-            refusal = to_api_error(error)
-            if refusal.param == "messages":
-                refusal = ApiError(refusal.status, refusal.message, code=refusal.code, param="input")
-                raise refusal from error
-            raise
+        return request, to_chat_request(request)
 
 
 def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
@@ -206,11 +222,10 @@ def _turns(items: list[InputItem]) -> list[dict[str, Any]]:
             case "message":
                 if item.role is None:
                     raise _missing(f"{path}.role")
-                content = _text(item.content, f"{path}.content")
                 if item.role == "assistant" and is_open:
-                    turns[-1]["content"] += content
+                    turns[-1]["content"] += _text(item.content, f"{path}.content")
                 else:
-                    turns.append({"role": item.role, "content": content})
+                    turns.append({"role": item.role, "content": _content(item, f"{path}.content")})
                 is_open = item.role == "assistant"
             case "reasoning":
                 if not is_open:
@@ -227,7 +242,7 @@ def _turns(items: list[InputItem]) -> list[dict[str, Any]]:
                 turns[-1].setdefault("tool_calls", []).append(call)
                 is_open = True
             case "function_call_output":
-                output = _text(item.output, f"{path}.output")
+                output = _parts(item.output, f"{path}.output")
                 turns.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
                 is_open = False
             case "item_reference":
@@ -239,15 +254,40 @@ def _missing(path: str) -> ApiError:
     return ApiError(400, f"Missing required parameter: '{path}'.", code="missing_required_parameter", param=path)
 
 
+def _content(item: InputItem, path: str) -> str | list[dict[str, str] | ImagePart]:
+    """What a message says. Only users send pictures."""
+    return _parts(item.content, path) if item.role == "user" else _text(item.content, path)
+
+
 def _text(content: str | list[ItemPart] | None, path: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for index, part in enumerate(content):
-        if isinstance(part, OtherItemPart):
-            raise unsupported(f"{path}[{index}].{part.type}", "Only text is.")
+        if isinstance(part, ImageItemPart | OtherItemPart):
+            raise unsupported(f"{path}[{index}].{part.type}", "Only text is, here.")
         texts.append(part.text if isinstance(part, TextItemPart) else part.refusal)
     return "".join(texts)
+
+
+def _parts(content: str | list[ItemPart] | None, path: str) -> str | list[dict[str, str] | ImagePart]:
+    """Content that may hold pictures, as the chat API has it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[dict[str, str] | ImagePart] = []
+    for index, part in enumerate(content):
+        here = f"{path}[{index}]"
+        if isinstance(part, OtherItemPart):
+            raise unsupported(f"{here}.{part.type}", "Only text and pictures are.")
+        if isinstance(part, ImageItemPart):
+            if part.file_id is not None:
+                raise unsupported(f"{here}.file_id", "Nothing is stored here that could be referred to.")
+            if part.image_url is None:
+                raise _missing(f"{here}.image_url")
+            parts.append(ImagePart.at(f"{here}.image_url", part.image_url, part.detail))
+        else:
+            parts.append({"type": "text", "text": part.text if isinstance(part, TextItemPart) else part.refusal})
+    return parts
 
 
 def _tools(tools: list[FunctionTool] | None) -> list[dict[str, Any]] | None:

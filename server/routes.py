@@ -15,15 +15,24 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from engine.image import Picture
 from server import answering
 from server.chatwire import AnswerHead, ChatAnswer, ChatStream, UsageCount
 from server.errors import ApiError, invalid
 from server.generation import ChoiceBuilder
+from server.images import PictureReader, picture_parts, refuse_pictures
 from server.job import Job, Work
 from server.logprobs import TokenNames
 from server.metrics import Metrics
-from server.prompt import PromptBuilder
-from server.schema import ChatCompletionRequest, StreamableRequest, parse_request, reject_unsupported, unknown_fields
+from server.prompt import ChatPrompt, PromptBuilder
+from server.schema import (
+    ChatCompletionRequest,
+    StreamableRequest,
+    is_hint,
+    parse_request,
+    reject_unsupported,
+    unknown_fields,
+)
 from server.transport import header, read_body, record_of, send_json, tenant_of
 from server.worker import EngineWorker
 
@@ -32,10 +41,12 @@ log = logging.getLogger("fermion.api")
 Generating = TypeVar("Generating", bound=StreamableRequest)
 
 _MAX_LOGGED_NAMES = 1000
+# Hashing a body of this many bytes takes about a millisecond.
+_LARGE_BODY = 1 << 18
 
 
 class UnknownFieldLog:
-    """Says once per name that a field is not known and was ignored. Bounded: names come from clients."""
+    """Says once per name that a field has no effect, and whether it is known. Bounded: names come from clients."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -45,7 +56,8 @@ class UnknownFieldLog:
             name = name[:80]
             if name not in self._seen and len(self._seen) < _MAX_LOGGED_NAMES:
                 self._seen.add(name)
-                log.warning("Request field %r is not known; it is ignored.", name)
+                why = "is a hint that changes nothing here" if is_hint(name) else "is not known; it is ignored"
+                log.warning("Request field %r %s.", name, why)
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class Service:
     """What the endpoints share.
 
     model: the served name; created: Unix seconds of the start; keep_alive_s: longest silence on a connection;
-    max_body_bytes: largest request body.
+    max_body_bytes: largest request body; pictures: None for a model that reads none.
     """
 
     worker: EngineWorker
@@ -64,6 +76,7 @@ class Service:
     model: str
     keep_alive_s: float
     max_body_bytes: int
+    pictures: PictureReader | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     unknown: UnknownFieldLog = field(default_factory=UnknownFieldLog)
 
@@ -88,10 +101,43 @@ class Service:
         self.worker.check_admission()
         return request
 
-    def job(self, scope: Scope, work: Work, body: bytes) -> Job:
+    async def read_pictures(self, request: ChatCompletionRequest, scope: Scope) -> tuple[Picture, ...]:
+        """The pictures of the messages, in order. Raises ApiError for those that cannot be read."""
+        parts = list(picture_parts(request.messages))
+        if self.pictures is None:
+            refuse_pictures(parts)
+        if self.pictures is None or not parts:
+            return ()
+        return await self.pictures.read(parts, tenant_of(scope))
+
+    async def chat_prompt(self, request: ChatCompletionRequest, scope: Scope) -> ChatPrompt:
+        """What the model would read for a chat request. Raises ApiError or RequestError."""
+        pictures = await self.read_pictures(request, scope)
+        return await asyncio.to_thread(self.prompts.chat, request, None, pictures)
+
+    async def chat_work(self, request: ChatCompletionRequest, scope: Scope) -> Work:
+        """The work of a checked chat request: everything that can refuse it but the queue. Raises ApiError or
+        RequestError."""
+        pictures = await self.read_pictures(request, scope)
+        # Rendering and tokenising a long conversation takes a while, and others are being answered meanwhile.
+        return await asyncio.to_thread(
+            self.choices.chat,
+            request,
+            record_of(scope).request_id,
+            self.worker.context_length,
+            tenant_of(scope),
+            pictures,
+        )
+
+    async def job(self, scope: Scope, work: Work, body: bytes) -> Job:
         """The job of a checked request. One that a client library repeats replaces its earlier self."""
         given = header(scope, b"authorization") or header(scope, b"x-api-key") or b""
-        digest = hashlib.sha256(b"\0".join((scope["path"].encode(), given, body))).digest()
+        hashed = hashlib.sha256(b"\0".join((scope["path"].encode(), given, b"")))
+        if len(body) < _LARGE_BODY:
+            hashed.update(body)
+        else:
+            await asyncio.to_thread(hashed.update, body)
+        digest = hashed.digest()
         if (header(scope, b"x-stainless-retry-count") or b"0") != b"0":
             for orphan in self.worker.repetitions(digest):
                 self.worker.cancel(orphan)
@@ -115,9 +161,9 @@ class ChatCompletions:
         service = self._service
         record = record_of(scope)
         body = await read_body(scope, receive, service.max_body_bytes)
-        # Parsing and tokenising a long conversation takes a while, and others are being answered meanwhile.
-        request, work = await asyncio.to_thread(self._prepare, body, record.request_id, tenant_of(scope))
-        job = service.job(scope, work, body)
+        request = await asyncio.to_thread(service.check, ChatCompletionRequest, body)
+        work = await service.chat_work(request, scope)
+        job = await service.job(scope, work, body)
         head = AnswerHead(f"chatcmpl-{record.request_id}", int(time.time()), service.model, len(work.choices))
         usage = UsageCount(work.prompt_tokens)
         if request.stream:
@@ -132,12 +178,6 @@ class ChatCompletions:
         else:
             answer = ChatAnswer(head, usage, service.tokens)
             await answering.whole(service.worker, job, answer, record, receive, send, service.keep_alive_s)
-
-    def _prepare(self, body: bytes, request_id: str, tenant: bytes) -> tuple[ChatCompletionRequest, Work]:
-        """Everything that can refuse the request but the queue. Runs in a helper thread."""
-        service = self._service
-        request = service.check(ChatCompletionRequest, body)
-        return request, service.choices.chat(request, request_id, service.worker.context_length, tenant)
 
 
 class ModelsList:

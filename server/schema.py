@@ -41,14 +41,39 @@ class RefusalPart(WireModel):
     refusal: str
 
 
+ImageDetail = Literal["auto", "low", "high", "original"]
+
+
 class ImageUrl(WireModel):
     url: str
-    detail: Literal["auto", "low", "high", "original"] | None = None
+    detail: ImageDetail | None = None
 
 
 class ImagePart(WireModel):
+    """A picture. `path`: where the client has it, if the request came in another API's shape."""
+
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | str
+    _path: str | None = PrivateAttr(default=None)
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+    @property
+    def detail(self) -> ImageDetail | None:
+        return None if isinstance(self.image_url, str) else self.image_url.detail
+
+    @property
+    def path(self) -> str | None:
+        return self._path
+
+    @classmethod
+    def at(cls, path: str, url: str, detail: ImageDetail | None = None) -> ImagePart:
+        """A part that the client has at `path` in a shape of its own."""
+        part = cls(type="image_url", image_url=ImageUrl(url=url, detail=detail))
+        part._path = path
+        return part
 
 
 class AudioPart(WireModel):
@@ -68,9 +93,7 @@ ContentPart = Annotated[
 ]
 Content = str | list[ContentPart]
 # Kinds of content parts, of all API shapes, that are known in order to be refused by name.
-_REFUSED_PARTS = frozenset(
-    {"image_url", "input_audio", "file", "video_url", "image", "document", "input_image", "input_file"}
-)
+_REFUSED_PARTS = frozenset({"input_audio", "file", "video_url", "document", "input_file"})
 
 
 class FunctionCall(WireModel):
@@ -512,6 +535,11 @@ def unknown_fields(request: WireModel, prefix: str = "") -> Iterator[str]:
             for item in value:
                 if isinstance(item, WireModel) and getattr(item, "type", None) not in _REFUSED_PARTS:
                     yield from unknown_fields(item, f"{prefix}{name}[].")
+
+
+def is_hint(name: str) -> bool:
+    """Whether a field that `unknown_fields` names is known, as a hint that changes nothing here."""
+    return name in _NEUTRAL_HINTS
 
 
 def _is_neutral_hint(name: str, value: Any) -> bool:

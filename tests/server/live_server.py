@@ -18,11 +18,15 @@ import uvicorn
 from fake_engine import FakeEngine
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine.image import PreprocessorConfig
 from engine.tokenizer import Tokenizer
 from server.app import GracefulServer, create_app, create_service
+from server.fetch import Fetcher
+from server.images import PictureReader
 from server.worker import EngineWorker
 
 MODEL = "test-model"
+PREPROCESSOR = PreprocessorConfig(patch_size=16, merge_size=2, min_pixels=4096, max_pixels=65536)
 TEMPLATE = Path(__file__).parents[2] / "engine" / "demo" / "chat_template.jinja"
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -92,8 +96,10 @@ def start(
     max_body_bytes: int = 1 << 20,
     grace_s: float = 2.0,
     context_length: int = 4096,
+    max_images: int | None = 8,
+    fetcher: Fetcher | None = None,
 ) -> LiveServer:
-    """Serve the checkpoint texts in `directory`."""
+    """Serve the checkpoint texts in `directory`. max_images: None for a model without eyes."""
     tokenizer = Tokenizer.load(directory)
     engine = FakeEngine(tokenizer, context_length=context_length)
     service = create_service(
@@ -104,6 +110,9 @@ def start(
         request_timeout_s=request_timeout_s,
         keep_alive_s=keep_alive_s,
         max_body_bytes=max_body_bytes,
+        pictures=None
+        if max_images is None
+        else PictureReader(PREPROCESSOR, max_pixels=65536, per_request=max_images, fetcher=fetcher),
     )
     worker = service.worker
     app = create_app(service, api_keys=tuple(api_keys), cors_origins=tuple(cors_origins))

@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 from http_client import answer, both, join_chunks, post, send, stream_events
 from live_server import LiveServer, chat_body
+from picture_files import data_url, encode, pattern
 from test_cache_serving import DOCUMENT, RULES, Client, cached, serving, text
+from test_image import REFUSED
 from test_worker import wait_until
 
 from engine.tokenizer import Tokenizer
 
 # Number -> what is right, and the tests: `file::function` without `test_`, of this file where no file is given.
-# Numbers left out stand for no case; 43 stands for all of pictures (43 to 49), which are refused by name.
+# Numbers left out stand for no case.
 CASES: dict[int, tuple[str, str]] = {
     1: ("thinking ends once, at the token; tags in prose are text", "chat::reasoning_and_answer typed_tags_are_text"),
     2: ("a call inside the thinking is reported", "call_inside_the_thinking"),
@@ -83,7 +85,23 @@ CASES: dict[int, tuple[str, str]] = {
         "cold and cached answers are alike",
         "cache_serving::a_repeated_prompt_is_reused_and_answered_alike seed_repeats_from_the_cache",
     ),
-    43: ("pictures are refused by name", "chat::pictures_are_refused_by_name pictures_are_refused_in_streams"),
+    43: ("tiny and narrow pictures are enlarged, or refused where HF refuses them", "odd_sizes"),
+    45: (
+        "first bytes decide on the format; what cannot be decoded is refused, never dropped",
+        "labels_lie images::bad_pictures_are_refused_with_the_reason images::urls_that_are_not_read",
+    ),
+    47: ("bombs are refused from their header", "images::bad_pictures_are_refused_with_the_reason bombs_over_http"),
+    48: (
+        "only what the request holds is read; where URLs are fetched, only public addresses are, and within limits",
+        "images::urls_that_are_not_read fetch::addresses_of_the_own_network_are_not_reached "
+        "fetch::disguised_addresses_are_not_reached fetch::a_name_that_changes_its_address_is_asked_once "
+        "fetch::redirects_are_checked_like_the_first_url fetch::slow_servers_are_given_up "
+        "fetch::large_files_are_cut_off fetch::requests_with_urls",
+    ),
+    49: (
+        "no pictures in system messages",
+        "pictures_in_system_messages images::refusals_name_the_field_of_the_clients_own_shape",
+    ),
     50: ("a second turn reuses the first", "cache_serving::the_turns_of_a_chat long_chat_is_reused"),
     51: ("stripped and kept thinking both reuse", "cache_serving::the_turns_of_a_chat thinking_and_reuse"),
     52: ("a restart keeps the cache", "cache_serving::keys_are_tenants_and_the_disk_survives_a_restart"),
@@ -359,9 +377,47 @@ def test_messages_are_refused_before_a_stream(live: LiveServer, messages: list[d
     assert (response.status, response.error["param"]) == (400, param)
 
 
-def test_pictures_are_refused_in_streams(live: LiveServer) -> None:
-    part = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
-    response = post(live, chat_body([part], stream=True))
+def picture(data: bytes, label: str = "image/png") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(data, label)}}
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "tokens"),
+    [(1, 1, 4), (1, 7, 6), (305, 30, 10), (1, 200, 29), (201, 1, None), (1, 201, None)],
+)
+def test_odd_sizes(live: LiveServer, height: int, width: int, tokens: int | None) -> None:
+    body = chat_body([picture(encode(pattern(height, width)))])
+    if tokens is None:
+        for stream in (False, True):
+            response = post(live, {**body, "stream": stream})
+            assert (response.status, response.error["code"]) == (400, "invalid_image")
+            assert f"{width} x {height}" in response.error["message"]
+    else:
+        both(live, body)
+        assert [span.count for span in live.engine.requests[-1].prompt.images] == [tokens]
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [("WEBP", "image/webp"), ("JPEG", "image/png"), ("PNG", "image/heic"), ("GIF", "text/plain"), ("BMP", "")],
+)
+def test_labels_lie(live: LiveServer, kind: str, label: str) -> None:
+    both(live, chat_body([picture(encode(pattern(64, 96), kind), label)]))
+    assert [span.count for span in live.engine.requests[-1].prompt.images] == [6]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bombs_over_http(live: LiveServer, stream: bool) -> None:
+    response = post(live, chat_body([picture(REFUSED["large png"][0])], stream=stream))
+    assert (response.status, response.error["code"]) == (400, "image_too_large")
+    assert "14000 x 14000" in response.error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_pictures_in_system_messages(live: LiveServer, role: str, stream: bool) -> None:
+    messages = [{"role": role, "content": [picture(encode(pattern(64, 64)))]}, USER]
+    response = post(live, {**chat_body(stream=stream), "messages": messages})
     assert (response.status, response.error["param"]) == (400, "messages[0].content[0].image_url")
 
 

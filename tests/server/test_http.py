@@ -164,7 +164,7 @@ def test_stream_headers(live: LiveServer) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
             "Invalid value for 'messages[0].content[0]': "
-            "'type' must be one of 'text', 'input_text', 'output_text', 'refusal'.",
+            "'type' must be one of 'text', 'input_text', 'output_text', 'refusal', 'image_url'.",
         ),
     ],
 )
