@@ -5,6 +5,7 @@ Owns the conversation and what the terminal shows. Speaks only HTTP: what works 
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 import httpx2 as httpx
@@ -22,6 +24,7 @@ from server.config import Settings
 
 _HELP = """\
 /new           forget the conversation
+/image PATH    show the model a picture with the next question; several are fine
 /system TEXT   set the system message and start anew; without TEXT: none
 /think on|off  let the model reason before it answers, or not
 /quit          end (or Ctrl-D)
@@ -29,6 +32,8 @@ Ctrl-C stops the answer. A line that ends in \\ continues on the next one."""
 
 # Between two bytes of one answer. Servers of ours send a sign of life every few seconds, others are given time.
 _SILENCE_S = 600.0
+# Bytes of a picture file; servers take no more in one piece.
+_MAX_PICTURE = 20 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class ChatClient:
     def close(self) -> None:
         self._http.close()
 
-    def answer(self, messages: list[dict[str, str]], options: ChatOptions) -> Iterator[ChatEvent]:
+    def answer(self, messages: list[dict[str, Any]], options: ChatOptions) -> Iterator[ChatEvent]:
         """Stream the answer to `messages`. Closing the iterator stops the server's work. Raises ChatError."""
         body = self._request_body(messages, options)
         try:
@@ -108,7 +113,7 @@ class ChatClient:
         except httpx.HTTPError as error:
             raise ChatError(f"connection to {self._http.base_url} failed: {error}") from error
 
-    def _request_body(self, messages: list[dict[str, str]], options: ChatOptions) -> dict[str, Any]:
+    def _request_body(self, messages: list[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model_name,
             "messages": messages,
@@ -141,18 +146,22 @@ class ChatClient:
         return name, models[name].get("owned_by") == "fermion"
 
 
+# Text, or parts where there are pictures.
+Question = str | list[dict[str, Any]]
+
+
 @dataclass(slots=True)
 class Conversation:
     """The messages so far. A turn is added whole: an answer that failed leaves no trace of its question."""
 
     system: str | None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
-    def with_question(self, text: str) -> list[dict[str, str]]:
+    def with_question(self, question: Question) -> list[dict[str, Any]]:
         head = [{"role": "system", "content": self.system}] if self.system else []
-        return [*head, *self.turns, {"role": "user", "content": text}]
+        return [*head, *self.turns, {"role": "user", "content": question}]
 
-    def add(self, question: str, answer: str) -> None:
+    def add(self, question: Question, answer: str) -> None:
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -241,6 +250,7 @@ class Session:
         self._options = options
         self._screen = screen
         self._conversation = Conversation(options.system)
+        self._pictures: list[str] = []
 
     def loop(self) -> None:
         """Handle lines until end of input or /quit."""
@@ -275,8 +285,11 @@ class Session:
         name, _, rest = text.partition(" ")
         if name in ("/quit", "/exit"):
             return False
-        if name == "/new":
+        if name == "/image":
+            self._attach(Path(rest.strip()).expanduser())
+        elif name == "/new":
             self._conversation = Conversation(self._conversation.system)
+            self._pictures.clear()
             self._screen.note("new conversation")
         elif name == "/system":
             self._conversation = Conversation(rest.strip() or None)
@@ -288,8 +301,25 @@ class Session:
             self._screen.note(_HELP)
         return True
 
-    def _ask(self, question: str) -> None:
+    def _attach(self, path: Path) -> None:
+        """Keep a picture for the next question. Whether it is one, the server decides."""
+        try:
+            size = path.stat().st_size
+            if size > _MAX_PICTURE:
+                self._screen.note(f"error: {path} has {size} bytes, at most {_MAX_PICTURE} can be sent")
+                return
+            data = path.read_bytes()
+        except OSError as error:
+            self._screen.note(f"error: {path}: {error.strerror}")
+            return
+        self._pictures.append(f"data:image/*;base64,{base64.b64encode(data).decode('ascii')}")
+        self._screen.note(f"{path.name} goes with the next question")
+
+    def _ask(self, text: str) -> None:
         """One turn. Ctrl-C keeps what was answered so far; a refusal is shown and the turn forgotten."""
+        pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self._pictures]
+        question: Question = [*pictures, {"type": "text", "text": text}] if pictures else text
+        self._pictures.clear()
         answer: list[str] = []
         usage: Usage | None = None
         asked, first = time.monotonic(), 0.0

@@ -36,7 +36,6 @@ THINK_START = "<think>"
 THINK_END = "</think>"
 TURN_START = "<|im_start|>"
 IMAGE_PAD = "<|image_pad|>"
-VISION_END = "<|vision_end|>"
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 512
@@ -107,7 +106,6 @@ class PromptBuilder:
         self._template = template
         self._turn_start = tokenizer.added_tokens.get(TURN_START)
         self._image_pad = tokenizer.added_tokens.get(IMAGE_PAD)
-        self._vision_end = tokenizer.added_tokens.get(VISION_END)
 
     def refuse_hopeless(self, text: str, context_length: int, param: str = "messages") -> None:
         """ContextLengthExceeded for a text whose mere size is too much: encoding it could take minutes."""
@@ -179,12 +177,11 @@ class PromptBuilder:
         return Prompt(ids, self._boundaries(ids, spans), spans)
 
     def _boundaries(self, ids: Int32Array, spans: Sequence[ImageSpan]) -> tuple[int, ...]:
-        """Positions at which a turn or a picture begins, or a picture's frame ends: later prompts share everything
-        before one of them."""
+        """Positions at which a turn begins or a picture ends: later prompts share everything before one of them.
+
+        Where a picture begins is none: another one in its place leaves what the turn's begin has kept."""
         found = set() if self._turn_start is None else set(np.flatnonzero(ids == self._turn_start).tolist())
-        for span in spans:
-            end = span.start + span.count
-            found |= {span.start, end + int(end < len(ids) and ids[end] == self._vision_end)}
+        found |= {span.start + span.count for span in spans}
         return tuple(sorted(found - {0, len(ids)}))
 
     def generation_request(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,24 @@ def test_new_forgets_and_system_starts_anew(server: ScriptedServer, monkeypatch:
         ["two"],
         ["s", "three"],
     ]
+
+
+def test_pictures_go_with_the_next_question(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "a b.png"
+    path.write_bytes(b"abc")
+    server.chunks = [delta(content="A cat.")]
+    lines = [f"/image {path}", "/image /none.png", "What is it?", "Sure?", "/new", f"/image {path}", "/new", "Hello"]
+    shown = talk(server, lines, monkeypatch)
+    assert "a b.png goes with the next question" in shown
+    assert "error: /none.png: No such file" in shown
+    picture = {"type": "image_url", "image_url": {"url": "data:image/*;base64,YWJj"}}
+    question = {"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}
+    first, second, third = (body["messages"] for body in server.bodies)
+    assert first == [question]
+    assert second == [question, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Sure?"}]
+    assert third == [{"role": "user", "content": "Hello"}]
 
 
 def test_a_backslash_continues_the_line(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
