@@ -107,7 +107,8 @@ class CacheOptions:
 
     exact: reuse only what prefill computed, so that logits have the bits of an uncached run. read, write: use what is
     there; leave snapshots. keep_reply: asked when the generation has ended, whether the next prompt of the
-    conversation will hold it token for token, so that a snapshot behind it pays.
+    conversation will hold it token for token, so that a snapshot behind it pays. shadow: nobody has asked for this
+    prompt, another one is expected to begin with it: a snapshot of its end is all that is wanted.
     """
 
     scope: bytes = b""
@@ -116,6 +117,7 @@ class CacheOptions:
     read: bool = True
     write: bool = True
     keep_reply: Callable[[], bool] = _no_reply
+    shadow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,9 @@ class CacheControl(Protocol):
 
     def clear(self, scope: bytes | None) -> int:
         """Delete snapshots in RAM and on disk; how many."""
+
+    def covered(self, prompt: Prompt, options: CacheOptions) -> int:
+        """How much of `prompt` a longer one that begins with it would find, in tokens."""
 
     def counters(self) -> Mapping[str, int | float | Mapping[str, int]]:
         """What has happened since the start, by name; some by reason, tier or kind as well."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core import CacheControl, FinishReason, Float32Array, GenerationRequest, Progress, TokenResult
+from engine.core import CacheControl, FinishReason, GenerationRequest, Progress, TokenResult
 from engine.errors import Cancelled, ContextLengthExceeded, KernelError, ModelFileError, OutOfMemory, RequestError
 from engine.model import Model
 from engine.placement import Placement, place
@@ -109,7 +109,10 @@ class Engine:
         run = self._reuse.begin(request.prompt, self._model.new_state(), request.cache)
         generated: list[int] = []
         try:
-            logits = yield from self._prefill(run, request, cancelled)
+            row = yield from self._prefill(run, request, cancelled)
+            if request.max_tokens == 0:
+                return
+            logits = self._model.logits(row)
             for count in range(1, request.max_tokens + 1):
                 token, logprobs = sampler.choose(logits[: self.vocab_size])
                 reason = None
@@ -147,8 +150,9 @@ class Engine:
 
     def _prefill(
         self, run: PromptRun, request: GenerationRequest, cancelled: Callable[[], bool]
-    ) -> Generator[Progress | TokenResult, None, Float32Array]:
-        """Take what is missing of the prompt into the state, segment by segment; returns the logits behind it."""
+    ) -> Generator[Progress | TokenResult, None, int]:
+        """Take what is missing of the prompt into the state, segment by segment; returns the row of its last token in
+        the last pass."""
         ids = request.prompt.token_ids
         total, start = len(ids), time.monotonic()
         yield Progress(total, run.resumed, run.resumed, 0.0, run.report)
@@ -178,7 +182,7 @@ class Engine:
         elapsed = time.monotonic() - start
         run.measured(elapsed)
         yield Progress(total, run.resumed, total, elapsed, run.report)
-        return self._model.logits(row)
+        return row
 
     def _check(self, request: GenerationRequest) -> None:
         ids = request.prompt.token_ids

@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from engine.config import CacheSettings, EngineConfig
-from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt, UInt8Array
+from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt
 from engine.cpu import build_digest, resolve_tier
 from engine.errors import ConfigError, RequestError
 from engine.placement import spare_bytes
@@ -26,6 +24,7 @@ from prefix_cache import (
     PAGE_TOKENS,
     CacheConfig,
     CacheError,
+    Checkpoint,
     Cuts,
     DiskConfig,
     FolderInfo,
@@ -47,6 +46,7 @@ from prefix_cache import (
     fingerprint,
     list_directory,
     plan,
+    snap,
 )
 
 log = logging.getLogger("fermion.cache")
@@ -145,6 +145,12 @@ class ModelCache:
         """See CacheControl."""
         return self.prefix.clear(scope_tag=self._tag(scope))
 
+    def covered(self, prompt: Prompt, options: CacheOptions) -> int:
+        """See CacheControl."""
+        key = prompt_key(prompt, self.namespace(options))
+        # One more token, whichever: lookups leave the last one to be computed.
+        return self.prefix.peek(key.extended([0]), exact=options.exact).position
+
     def counters(self) -> Mapping[str, int | float | Mapping[str, int]]:
         """See CacheControl."""
         return self.prefix.stats.as_dict()
@@ -164,8 +170,8 @@ class ModelCache:
 class PromptRun:
     """One prompt on its way into a state.
 
-    state: stands at the resume point. report: what the cache gave. stretches: what is left to compute, in order;
-    `reached` must be called behind each one, and at its stops.
+    state: stands at the resume point. report: what the cache gave. stretches: what is left to compute, in order (of a
+    shadow: to its snapshot); `reached` must be called behind each one, and at its stops.
     """
 
     def __init__(self, reuse: Reuse, prompt: Prompt, state: SequenceState, options: CacheOptions) -> None:
@@ -177,31 +183,37 @@ class PromptRun:
         self._lease: Lease | None = None
         self._exact_tokens = 0
         self._canonical = True  # nothing but prefill of this prompt's own segments is in the state
-        self._saved: _Saved | None = None
+        self._checkpoint: Checkpoint | None = None
         self._last_kept = 0
-        media = [MediaSpan(image.start, image.count, image.digest) for image in prompt.images]
         namespace = Namespace(bytes(32)) if reuse.cache is None else reuse.cache.namespace(options)
-        self._key = PromptKey(namespace, prompt.token_ids, media)
-        cuts = canonical_cuts(self._key.token_ids, reuse.markers, self._key.media)
+        self._key = prompt_key(prompt, namespace)
+        self._cuts = canonical_cuts(self._key.token_ids, reuse.markers, self._key.media)
         self._kinds: dict[int, Kind] = {}
         if self._cache is not None:
-            outcome, self._lease = self._cache.acquire(self._key, exact=options.exact, read=options.read)
+            outcome, self._lease = self._cache.acquire(
+                self._key, exact=options.exact, read=options.read, shadow=options.shadow
+            )
             self.report = _report(outcome)
             if self._lease is not None:
                 self._adopt(self._lease)
             if options.write:
-                placements = plan(
-                    self._key.tokens,
-                    prompt.boundaries,
-                    cuts,
-                    _CUTS,
-                    resume=state.position,
-                    matched=outcome.matched,
-                )
-                self._kinds = {placement.position: placement.kind for placement in placements}
+                self._kinds = self._placements(prompt.boundaries, outcome.matched)
         self.resumed = state.position
-        self._segments = segments(cuts, self._key.tokens, reuse.card)
+        self._segments = segments(self._cuts, self._key.tokens, reuse.card)
         self.stretches = stretches(self._segments, self.resumed, self._kinds, reuse.pass_tokens)
+        if options.shadow:
+            end = max(self._kinds, default=self.resumed)
+            self.stretches = [stretch for stretch in self.stretches if stretch.end <= end or end in stretch.stops]
+
+    def _placements(self, boundaries: Sequence[int], matched: int) -> dict[int, Kind]:
+        """Where to take which snapshot."""
+        start, end = self.state.position, self._key.tokens
+        if self._options.shadow:
+            # Wherever the common part ends, unless only what gives the bits of an uncached run will be asked for.
+            last = snap(end, self._cuts, _CUTS) if self._options.exact else end
+            return {last: Kind.SHADOW} if last > start else {}
+        placements = plan(end, boundaries, self._cuts, _CUTS, resume=start, matched=matched)
+        return {placement.position: placement.kind for placement in placements}
 
     def _adopt(self, lease: Lease) -> None:
         state = self.state
@@ -218,21 +230,26 @@ class PromptRun:
         if self._canonical:
             part = next(part for part in self._segments if part.start < position <= part.end)
             self._exact_tokens = position if position >= part.settled else part.start
+            if self._options.shadow:
+                # It ends anywhere, but prompts that go on are not cut there.
+                self._exact_tokens = min(self._exact_tokens, snap(position, self._cuts, _CUTS))
         if position in self._kinds:
             self._store(self._key, self._kinds[position])
-            self._saved, self._last_kept = None, position
+            self._last_kept = position
         elif position == self._key.tokens:
-            self._saved = None
+            self._drop_checkpoint()
         elif self._cache is not None and self._options.write and position - self._last_kept >= PAGE_TOKENS:
-            self._saved = _Saved.of(self.state, self._exact_tokens, self._saved)
+            self._checkpoint = self._cache.checkpoint(
+                self._key, self.state, position, self._exact_tokens, self._checkpoint
+            )
             self._last_kept = position
 
     def cancelled(self) -> None:
-        """Prefill was given up in the middle of a segment: keep how far the one before it came. The state is void
-        afterwards."""
-        if self._saved is not None:
-            self._exact_tokens = self._saved.restore(self.state)
-            self._store(self._key, Kind.CANCEL)
+        """Prefill was given up in the middle of a segment: what stays is how far the one before it came. The state is
+        void afterwards."""
+        if self._checkpoint is not None:
+            self._checkpoint.keep(self._new_shadow_tokens(self._last_kept))
+            self._checkpoint = None
 
     def ended(self, generated: Sequence[int]) -> None:
         """The tokens of the answer, as far as they are in the state: keep them if the conversation will."""
@@ -243,41 +260,47 @@ class PromptRun:
     def measured(self, seconds: float) -> None:
         """How long the prompt took from the resume point to its end."""
         if self._cache is not None:
-            self._cache.observe_prefill(self._key.tokens - self.resumed, seconds)
+            self._cache.observe_prefill(self.state.position - self.resumed, seconds)
 
     def close(self) -> None:
         """Let the cache reuse the memory that the state borrowed. The state must not be used any more."""
+        self._drop_checkpoint()
         if self._lease is not None:
             self._lease.release()
 
+    def _drop_checkpoint(self) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.drop()
+            self._checkpoint = None
+
     def _store(self, key: PromptKey, kind: Kind) -> None:
         assert self._cache is not None
-        self._cache.store(key, self.state, kind, self.state.position, self._exact_tokens)
+        position = self.state.position
+        self._cache.store(
+            key,
+            self.state,
+            kind,
+            position,
+            self._exact_tokens,
+            replaces=self._checkpoint,
+            shadow_tokens=self._new_shadow_tokens(position),
+        )
+        self._checkpoint = None
+
+    def _new_shadow_tokens(self, position: int) -> int:
+        """Tokens computed ahead of demand that a snapshot at `position` stands for, together with those of the
+        snapshot that it was built upon; each is told once."""
+        if not self._options.shadow or self._cache is None:
+            return 0
+        computed = position - self.resumed
+        self._cache.shadow_computed(computed)
+        return computed + (0 if self._lease is None else self._lease.inherit_shadow())
 
 
-@dataclass(slots=True)
-class _Saved:
-    """A copy of what a segment overwrites: keys and values are only ever appended."""
-
-    position: int
-    rope_delta: int
-    exact_tokens: int
-    recurrent: list[UInt8Array]
-
-    @classmethod
-    def of(cls, state: SequenceState, exact_tokens: int, old: _Saved | None) -> _Saved:
-        """`state` now, in the memory of `old` if there is one."""
-        recurrent = [np.empty_like(array) for array in state.recurrent()] if old is None else old.recurrent
-        for copy, array in zip(recurrent, state.recurrent(), strict=True):
-            np.copyto(copy, array)
-        return cls(state.position, state.rope_delta, exact_tokens, recurrent)
-
-    def restore(self, state: SequenceState) -> int:
-        """Take `state` back to here; its exact tokens."""
-        for copy, array in zip(self.recurrent, state.recurrent(), strict=True):
-            np.copyto(array, copy)
-        state.position, state.rope_delta = self.position, self.rope_delta
-        return self.exact_tokens
+def prompt_key(prompt: Prompt, namespace: Namespace) -> PromptKey:
+    """What the cache calls `prompt`."""
+    media = [MediaSpan(image.start, image.count, image.digest) for image in prompt.images]
+    return PromptKey(namespace, prompt.token_ids, media)
 
 
 def _fingerprint(weights: Weights, config: EngineConfig, card: str) -> bytes:

@@ -15,7 +15,8 @@ How an engine uses it, one request:
     flight = cache.flights.begin(key, [p.position for p in todo])     # if requests can overlap: see `flight`
     for each position in cuts and todo and the end: prefill up to it, starting a new segment there, and at those
         of todo: cache.store(key, state, kind, position, exact_tokens); flight.publish(position)
-    on cancel: store(..., Kind.CANCEL, ...) at the last exact position passed (`snap`)
+    between them, at exact positions (`snap`): checkpoint = cache.checkpoint(key, state, position, exact_tokens,
+        checkpoint), which the next store replaces (replaces=checkpoint); checkpoint.keep() on cancel, else drop()
     after generation, only if the template will render the turn as it was generated:
         cache.store(key.extended(generated), state, Kind.REPLY, ...)
     flight.end(); drop the state; lease.release(); cache.observe_prefill(tokens, seconds)
@@ -27,7 +28,7 @@ it had reached it, and stops for good at the first decoded token. `tests/prefix_
 in small.
 """
 
-from .cache import Lease, PrefixCache, SnapshotInfo, Stored
+from .cache import Checkpoint, Lease, PrefixCache, SnapshotInfo, Stored
 from .config import CacheConfig, DiskConfig, default_directory, default_disk_bytes, default_ram_bytes
 from .disk import FolderInfo, clear_directory, list_directory
 from .flight import Flight, Flights
@@ -37,9 +38,9 @@ from .snapshot import Geometry, Kind, Provenance, StateSource
 from .stats import MissReason, Outcome, Stats, Tier
 
 __all__ = [
-    "PAGE_TOKENS", "SEGMENT_TOKENS", "CacheConfig", "CacheError", "Cuts", "DiskConfig", "Flight", "Flights",
-    "FolderInfo", "Geometry", "Kind", "Lease", "Markers", "MediaSpan", "MissReason", "Namespace", "Outcome",
-    "Placement", "PrefixCache", "PromptKey", "Provenance", "SnapshotInfo", "StateSource", "Stats", "Stored",
-    "Tier", "canonical_cuts", "clear_directory", "default_directory", "default_disk_bytes",
+    "PAGE_TOKENS", "SEGMENT_TOKENS", "CacheConfig", "CacheError", "Checkpoint", "Cuts", "DiskConfig", "Flight",
+    "Flights", "FolderInfo", "Geometry", "Kind", "Lease", "Markers", "MediaSpan", "MissReason", "Namespace",
+    "Outcome", "Placement", "PrefixCache", "PromptKey", "Provenance", "SnapshotInfo", "StateSource", "Stats",
+    "Stored", "Tier", "canonical_cuts", "clear_directory", "default_directory", "default_disk_bytes",
     "default_ram_bytes", "fingerprint", "list_directory", "plan", "snap",
 ]  # fmt: skip

@@ -53,7 +53,7 @@ class Lease:
 
     def __init__(self, cache: PrefixCache, entry: Entry, copy: RamCopy) -> None:
         arena = cache._index.arena
-        self._cache, self._copy, self._released = cache, copy, False
+        self._cache, self._entry, self._copy, self._released = cache, entry, copy, False
         self.position = entry.position
         self.rope_delta = entry.rope_delta
         self.provenance = entry.provenance
@@ -72,6 +72,13 @@ class Lease:
         assert not self._released, "lease used after release"
         gather(self._recurrent, targets, self._cache.geometry.recurrent_bytes)
 
+    def inherit_shadow(self) -> int:
+        """Tokens computed ahead of demand for this snapshot that nobody has asked for yet. They are the caller's from
+        now on: to be handed to `store` with the snapshot that was built upon this one."""
+        with self._cache._index.lock:
+            tokens, self._entry.shadow_tokens = self._entry.shadow_tokens, 0
+        return tokens
+
     def release(self) -> None:
         """Let the memory be reused. May be called twice."""
         if not self._released:
@@ -85,6 +92,29 @@ class Lease:
 
     def __exit__(self, *exc: object) -> None:
         self.release()
+
+
+class Checkpoint:
+    """How far a prefill has come, in the index like any snapshot but only for as long as the prefill runs: `keep` it
+    if the prefill is given up, `drop` it otherwise. Made by `PrefixCache.checkpoint`."""
+
+    def __init__(self, cache: PrefixCache, entry: Entry) -> None:
+        self._cache, self._entry = cache, entry
+
+    def keep(self, shadow_tokens: int = 0) -> bool:
+        """Make it an ordinary snapshot. shadow_tokens: see `PrefixCache.store`. False: it was evicted meanwhile."""
+        with self._cache._index.lock:
+            if self._entry not in self._cache._index.entries:
+                return False
+            self._entry.shadow_tokens = shadow_tokens
+            self._cache._settle(self._entry)
+        return True
+
+    def drop(self) -> None:
+        """Give up the snapshot. May be called twice, and after `keep` no more."""
+        with self._cache._index.lock:
+            if self._entry in self._cache._index.entries:
+                self._cache._index.remove(self._entry, remember=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +194,22 @@ class PrefixCache:
             reason = lookup.reason(self._index, key, found, best, None)
         return lookup.outcome(key, found, best, None, 0.0, reason)
 
-    def acquire(self, key: PromptKey, *, exact: bool = False, read: bool = True) -> tuple[Outcome, Lease | None]:
+    def acquire(
+        self, key: PromptKey, *, exact: bool = False, read: bool = True, shadow: bool = False
+    ) -> tuple[Outcome, Lease | None]:
         """Lease the cheapest snapshot to resume `key` from, loading it from disk if need be.
 
-        exact: only snapshots made by canonical prefill. read False: the request wants none. Never deeper than
-        tokens - 1, since the last token must be forwarded to give logits.
+        exact: only snapshots made by canonical prefill. read False: the request wants none. shadow: nobody has asked
+        yet, so that nothing is counted or learned from it. Never deeper than tokens - 1, since the last token must be
+        forwarded to give logits.
         """
         with self._index.lock:
-            self._index.requests += 1
-            self.stats.lookups += 1
-            self.stats.prompt_tokens += key.tokens
             found = lookup.find(self._index, key, exact)
-            lookup.learn(self._index, found)
+            if not shadow:
+                self._index.requests += 1
+                self.stats.lookups += 1
+                self.stats.prompt_tokens += key.tokens
+                lookup.learn(self._index, found)
             order = lookup.order(self._index, key, found) if read else []
         failure: MissReason | None = None if read else MissReason.DISABLED
         started = time.perf_counter()
@@ -190,21 +224,25 @@ class PrefixCache:
                 continue
             load_s = time.perf_counter() - started
             with self._index.lock:
-                entry.hits += 1
                 entry.used = self._index.requests
                 if entry.disk is None and entry in self._index.entries:
                     self._writer.enqueue(entry)
                 reason = lookup.reason(self._index, key, found, entry, failure)
                 outcome = lookup.outcome(key, found, entry, tier, load_s, reason)
-                self.stats.hits += 1
-                self.stats.hits_by_tier[tier] += 1
-                self.stats.hits_by_kind[entry.kind.name.lower()] += 1
                 self.stats.load_seconds += load_s
-                self._count(outcome)
+                if not shadow:
+                    entry.hits += 1
+                    self.stats.hits += 1
+                    self.stats.hits_by_tier[tier] += 1
+                    self.stats.hits_by_kind[entry.kind.name.lower()] += 1
+                    self.stats.shadow_used_tokens += entry.shadow_tokens
+                    entry.shadow_tokens = 0
+                    self._count(outcome)
             return outcome, Lease(self, entry, copy)
         with self._index.lock:
             outcome = lookup.outcome(key, found, None, None, 0.0, lookup.reason(self._index, key, found, None, failure))
-            self._count(outcome)
+            if not shadow:
+                self._count(outcome)
         return outcome, None
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
@@ -221,13 +259,68 @@ class PrefixCache:
 
     # ---- store ----
 
-    def store(self, key: PromptKey, source: StateSource, kind: Kind, position: int, exact_tokens: int) -> Stored:
+    def store(
+        self,
+        key: PromptKey,
+        source: StateSource,
+        kind: Kind,
+        position: int,
+        exact_tokens: int,
+        *,
+        replaces: Checkpoint | None = None,
+        shadow_tokens: int = 0,
+    ) -> Stored:
         """Take a snapshot of `source`, which is the state after the first `position` tokens of `key`.
 
         exact_tokens: leading tokens that canonical prefill computed (`position` or more: provenance PREFILL).
+        replaces: an earlier checkpoint of the same prefill, dropped in favour of this snapshot. shadow_tokens: how
+        many were computed for it ahead of demand.
         Room is made first and reserved, then bytes are copied; KV pages already held are not copied again.
         Raises CacheError if position is outside [1, tokens] or a layer of the source is at another position.
         """
+        entry = self._take(key, source, kind, position, exact_tokens, replaces)
+        if isinstance(entry, Stored):
+            if replaces is not None and entry is Stored.EXISTS:
+                replaces.drop()
+            return entry
+        with self._index.lock:
+            entry.shadow_tokens += shadow_tokens
+            if entry in self._index.entries:
+                self._settle(entry)
+        return Stored.STORED
+
+    def checkpoint(
+        self, key: PromptKey, source: StateSource, position: int, exact_tokens: int, replaces: Checkpoint | None
+    ) -> Checkpoint | None:
+        """Like `store`, of a prefill that goes on: a snapshot that stands ready in case it is given up. Its memory is
+        that of the checkpoint which it replaces. None: there is a snapshot already, or no room."""
+        entry = self._take(key, source, Kind.CANCEL, position, exact_tokens, replaces)
+        if not isinstance(entry, Stored):
+            return Checkpoint(self, entry)
+        if entry is Stored.EXISTS and replaces is not None:
+            replaces.drop()
+        return replaces if entry is Stored.NO_ROOM else None
+
+    def shadow_computed(self, tokens: int) -> None:
+        """Count tokens that were computed ahead of demand and are in a snapshot."""
+        with self._index.lock:
+            self.stats.shadow_tokens += tokens
+
+    def _settle(self, entry: Entry) -> None:
+        """A snapshot is to stay. The caller holds the lock."""
+        self._index.scorer.born(entry.kind)
+        self.stats.stored[entry.kind.name.lower()] += 1
+        self._writer.enqueue(entry)
+
+    def _take(
+        self,
+        key: PromptKey,
+        source: StateSource,
+        kind: Kind,
+        position: int,
+        exact_tokens: int,
+        replaces: Checkpoint | None,
+    ) -> Entry | Stored:
         if not 0 < position <= key.tokens:
             raise CacheError(f"snapshot position is {position}, expected 1..{key.tokens}")
         for layer, at in enumerate(source.layer_positions()):
@@ -245,7 +338,8 @@ class PrefixCache:
                 return Stored.EXISTS
             probe = Entry(_no_node(), tail_key, position, kind, exact_pages, 0, 0, 0.0)
             base, first = self._index.ram_base(probe, nodes)
-            blocks = self._index.reserve(count - first + self.geometry.recurrent_blocks + (tail > 0), base)
+            earlier = None if replaces is None else replaces._entry
+            blocks = self._index.reserve(count - first + self.geometry.recurrent_blocks + (tail > 0), base, earlier)
             if blocks is None:
                 self.stats.store_no_room += 1
                 return Stored.NO_ROOM
@@ -278,15 +372,13 @@ class PrefixCache:
             entry.ram = RamCopy(leaf, recurrent, rest[-1] if tail else None)
             old = (node.entries or {}).get(tail_key)
             if old is not None:
-                entry.pinned, entry.hits = old.pinned, old.hits
+                entry.pinned, entry.hits, entry.shadow_tokens = old.pinned, old.hits, old.shadow_tokens
+                old.shadow_tokens = 0
                 self._index.remove(old, remember=False, prune=False)
             if node.ghosts is not None and tail_key in node.ghosts:
                 self._index.forget(node.ghosts[tail_key], prune=False)
             self._index.add(entry)
-            self._index.scorer.born(kind)
-            self.stats.stored[kind.name.lower()] += 1
-            self._writer.enqueue(entry)
-        return Stored.STORED
+        return entry
 
     def _keeps_existing(self, key: PromptKey, nodes: list[Node], tail_key: bytes, exact_pages: int) -> bool:
         root = self._index.roots.get(key.root)

@@ -101,9 +101,23 @@ class Index:
             base.refs += 1
         return base, first
 
-    def reserve(self, count: int, base: RamPage | None) -> list[int] | None:
-        """Blocks for a copy, evicting for them; on failure the reference on `base` is dropped."""
-        blocks = self.arena.reserve(count) if self.make_room(count) else None
+    def reserve(self, count: int, base: RamPage | None, instead_of: Entry | None = None) -> list[int] | None:
+        """Blocks for a copy, evicting for them; on failure the reference on `base` is dropped.
+
+        instead_of: a snapshot to give up for it, whose blocks count as room; on failure it stays.
+        """
+        own, copy = 0, None
+        if instead_of is not None and instead_of in self.entries:
+            copy = instead_of.ram
+        if copy is not None:
+            own = (len(copy.recurrent) + (copy.tail is not None)) * (copy.refs == 1)
+            copy.refs += 1
+        has_room = self.make_room(max(0, count - own))
+        if copy is not None:
+            copy.refs -= 1
+        if has_room and instead_of is not None and instead_of in self.entries:
+            self.remove(instead_of, remember=False)
+        blocks = self.arena.reserve(count) if has_room else None
         if blocks is None and base is not None:
             self.unref_page(base)
         return blocks
@@ -201,6 +215,7 @@ class Index:
         assert node.entries is not None
         del node.entries[entry.tail_key]
         del self.entries[entry]
+        self.stats.shadow_wasted_tokens += entry.shadow_tokens
         self.waiting.pop(entry, None)
         if remember and self.config.ghosts > 0:
             ghost = Ghost(entry)

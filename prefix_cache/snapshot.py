@@ -151,11 +151,12 @@ class DiskCopy:
 
 class Entry:
     """One snapshot: the state after exactly `position` tokens. exact_pages: EXACT, or the first page with a token
-    that was not prefilled canonically. used: request count at the last hit or creation."""
+    that was not prefilled canonically. used: request count at the last hit or creation. shadow_tokens: how many were
+    computed for it ahead of demand, until a request uses it."""
 
     __slots__ = (
         "created", "disk", "exact_pages", "hits", "kind", "node", "pinned",
-        "position", "ram", "rope_delta", "tail_key", "tip", "used",
+        "position", "ram", "rope_delta", "shadow_tokens", "tail_key", "tip", "used",
     )  # fmt: skip
 
     def __init__(
@@ -172,6 +173,7 @@ class Entry:
         self.node, self.tail_key, self.position = node, tail_key, position
         self.kind, self.exact_pages, self.rope_delta = kind, exact_pages, rope_delta
         self.used, self.created, self.hits, self.tip, self.pinned = used, created, 0, True, False
+        self.shadow_tokens = 0
         self.ram: RamCopy | None = None
         self.disk: DiskCopy | None = None
 

@@ -82,6 +82,9 @@ class Stats:
     stored: Counter[str] = field(default_factory=Counter)
     store_exists: int = 0
     store_no_room: int = 0
+    shadow_tokens: int = 0
+    shadow_used_tokens: int = 0
+    shadow_wasted_tokens: int = 0
     evicted_ram: Counter[str] = field(default_factory=Counter)
     evicted_disk: Counter[str] = field(default_factory=Counter)
     load_seconds: float = 0.0
