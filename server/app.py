@@ -52,16 +52,30 @@ def create_service(
     max_body_bytes: int,
     request_timeout_s: float = 0.0,
     pictures: PictureReader | None = None,
+    shadow: bool = True,
+    preserve_thinking: bool = False,
 ) -> Service:
     """Everything behind the endpoints, for the checkpoint in `directory`.
 
-    request_timeout_s: 0 is no limit; pictures: None for a model that reads none. ModelFileError if its text files are
-    missing or wrong. The engine is loaded when the worker is started.
+    request_timeout_s: 0 is no limit; pictures: None for a model that reads none; shadow: read ahead when idle;
+    preserve_thinking: as in `Settings`. ModelFileError if its text files are missing or wrong. The engine is loaded
+    when the worker is started.
     """
     tokenizer = Tokenizer.load(directory)
-    prompts = PromptBuilder(tokenizer, ChatTemplate.load(directory), GenerationDefaults.load(directory))
+    prompts = PromptBuilder(
+        tokenizer,
+        ChatTemplate.load(directory),
+        GenerationDefaults.load(directory),
+        preserve_thinking=preserve_thinking,
+    )
     metrics = Metrics(model_name)
-    worker = EngineWorker(load_engine, max_queued=queue_size, time_limit_s=request_timeout_s, observe=metrics.observe)
+    worker = EngineWorker(
+        load_engine,
+        max_queued=queue_size,
+        time_limit_s=request_timeout_s,
+        shadow=shadow,
+        observe=metrics.observe,
+    )
     metrics.watch(worker)
     return Service(
         worker=worker,
@@ -172,6 +186,8 @@ def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[Grac
         request_timeout_s=config.request_timeout_s,
         keep_alive_s=config.keep_alive_s,
         max_body_bytes=config.max_body_bytes,
+        shadow=config.shadow,
+        preserve_thinking=config.preserve_thinking,
     )
     worker = service.worker
     app = create_app(service, api_keys=config.api_keys, cors_origins=config.cors_origins)

@@ -5,6 +5,7 @@ Official clients concatenate every string that they see twice, so role, call ids
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from server import sse
 from server.errors import to_api_error
 from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started
 from server.logprobs import TokenNames
-from server.textstream import TextDelta
+from server.textstream import Delta, TextDelta
 from server.toolcalls import ToolCallDelta
 
 
@@ -229,6 +230,14 @@ class ChatAnswer:
             "usage": self._usage.wire(),
             **self._usage.extension(),
         }
+
+
+def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """The assistant's message that `deltas` tell."""
+    choice = _Choice()
+    for delta in deltas:
+        _append(choice, delta)
+    return _message(choice)
 
 
 def _append(choice: _Choice, delta: TextDelta | ToolCallDelta) -> None:

@@ -221,6 +221,24 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    no_shadow: Annotated[
+        bool | None,
+        typer.Option(
+            "--no-shadow",
+            help="Leave the processors alone between requests instead of reading ahead.",
+            rich_help_panel=_CACHE,
+            show_default=False,
+        ),
+    ] = None,
+    preserve_thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--preserve-thinking",
+            help="Show the model the thinking of earlier answers, also where clients leave it out.",
+            rich_help_panel=_CACHE,
+            show_default=False,
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(

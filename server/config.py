@@ -76,6 +76,8 @@ class ServerConfig:
     image_max_pixels: int
     max_images: int
     image_fetch: bool
+    shadow: bool
+    preserve_thinking: bool
 
 
 class Settings(BaseSettings):
@@ -120,6 +122,8 @@ class Settings(BaseSettings):
     cache_disk: ByteCount | None = None
     cache_dir: Path | None = None
     no_cache: bool = False
+    no_shadow: bool = False
+    preserve_thinking: bool = False
 
     @field_validator("cors_origins", mode="before")
     @classmethod
@@ -155,6 +159,8 @@ class Settings(BaseSettings):
             image_max_pixels=self.image_max_pixels,
             max_images=self.max_images,
             image_fetch=self.image_fetch,
+            shadow=not self.no_shadow,
+            preserve_thinking=self.preserve_thinking,
         )
 
     def engine_config(self) -> EngineConfig:

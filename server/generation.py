@@ -15,7 +15,7 @@ from server.constraint import AnswerConstraint
 from server.errors import invalid, unsupported
 from server.grammar import Grammar, GrammarCompiler
 from server.job import BACKGROUND_PRIORITY, Choice, Work
-from server.prompt import THINK_END, PromptBuilder, keeps_thoughts, output_limit, stop_strings
+from server.prompt import THINK_END, PromptBuilder, output_limit, stop_strings
 from server.schema import (
     ChatCompletionRequest,
     NamedToolChoice,
@@ -23,6 +23,7 @@ from server.schema import (
     StructuredOutputs,
     Tool,
 )
+from server.sequel import ChatSequel
 from server.textstream import TextStream
 from server.toolcalls import CALL_END, CALL_START, ToolCallParser
 
@@ -66,7 +67,7 @@ class ChoiceBuilder:
         """The work of a chat request. tenant: whose cached prompts may be used; pictures: those of the messages.
         Raises ApiError or RequestError for whatever cannot be served."""
         stops = stop_strings(request.stop)
-        chat = self._prompts.chat(request, context_length, pictures)
+        chat = self._prompts.chat(request, context_length, pictures, scope=tenant)
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         generation = self._prompts.generation_request(
@@ -78,7 +79,7 @@ class ChoiceBuilder:
             top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             tenant=tenant,
         )
-        preserved = keeps_thoughts(request)
+        preserved = self._prompts.keeps_thoughts(request)
         grammar = self._grammar(request)
         budget = _thinking_budget(request) if chat.in_reasoning else None
         needs_constraint = grammar is not None or budget is not None
@@ -108,6 +109,7 @@ class ChoiceBuilder:
             max_tokens=generation.max_tokens,
             priority=request.priority if request.priority is not None else BACKGROUND_PRIORITY if background else 0,
             may_restart=background and not request.stream,
+            sequel=None if background else ChatSequel(self._prompts, request, chat, generation),
         )
 
     def _constraint(self, grammar: Grammar | None, budget: int | None, in_reasoning: bool) -> AnswerConstraint:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from engine.core import CacheReport, GenerationRequest, Progress, TokenLogprobs
 from server.textstream import Delta, TextStream
@@ -75,6 +76,34 @@ JobEvent = Started | Restarted | Progress | Deltas | ChoiceFinished | Finished |
 Choice = tuple[GenerationRequest, TextStream]
 ChoiceFactory = Callable[[], Choice]
 
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One generated choice. token_ids: all that were drawn; deltas: what the client was told; stop_string: the stop
+    string that ended it, if one did."""
+
+    token_ids: Sequence[int]
+    deltas: Sequence[Delta]
+    stop_string: str | None
+
+
+class Sequel(Protocol):
+    """What may follow an answer."""
+
+    def remember(self, reply: Reply) -> None:
+        """Keep what the next request of the conversation will need. Called before the client knows the last of it."""
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether the request allows to read ahead of what follows it."""
+
+    def continues(self, other: Sequel) -> bool:
+        """Whether this is a later state of the conversation of `other`."""
+
+    def shadows(self, reply: Reply, context_length: int) -> Sequence[GenerationRequest]:
+        """Beginnings of the prompts that may come next, most urgent first, to be read when there is time."""
+
+
 BACKGROUND_PRIORITY = 10
 # Waiting this long is worth one step of priority, so that nothing waits for ever.
 _AGEING_S = 10.0
@@ -87,7 +116,7 @@ class Work:
 
     choices: factories of what is generated, one after another (a job that starts anew needs fresh ones);
     prompt_tokens, max_tokens: sizes of one choice; priority: lower goes first; may_restart: nothing of the answer is
-    sent before its end, so that the job can give way.
+    sent before its end, so that the job can give way; sequel: what may follow the answer, if anything.
     """
 
     choices: Sequence[ChoiceFactory]
@@ -95,6 +124,7 @@ class Work:
     max_tokens: int
     priority: int = 0
     may_restart: bool = False
+    sequel: Sequel | None = None
 
 
 @dataclass(frozen=True, slots=True)

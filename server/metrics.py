@@ -119,6 +119,11 @@ class _Queue(Collector):
                 gauge = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
                 gauge.add_metric(list(self._labels.values()), value)
                 yield gauge
+        gauge = GaugeMetricFamily(
+            "fermion_num_conversations_ahead", "Conversations to be read ahead.", labels=list(self._labels)
+        )
+        gauge.add_metric(list(self._labels.values()), self._worker.ahead)
+        yield gauge
 
 
 class _Cache(Collector):

@@ -18,6 +18,7 @@ from engine.errors import ContextLengthExceeded, ModelFileError, RequestError
 from engine.image import Picture
 from engine.tokenizer import Tokenizer
 from server.errors import invalid, unsupported
+from server.recall import ANSWER_START, TURN_END, TURN_START, Recall
 from server.schema import (
     TEMPLATE_SWITCHES,
     CachingRequest,
@@ -34,7 +35,6 @@ from server.toolcalls import decode_arguments
 
 THINK_START = "<think>"
 THINK_END = "</think>"
-TURN_START = "<|im_start|>"
 IMAGE_PAD = "<|image_pad|>"
 
 MAX_STOP_STRINGS = 16
@@ -98,14 +98,30 @@ class ChatPrompt:
 
 
 class PromptBuilder:
-    """Turns conversations into prompts for one checkpoint. Stateless after construction, so threads may share it."""
+    """Turns conversations into prompts for one checkpoint. Threads may share it.
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, defaults: GenerationDefaults) -> None:
+    preserve_thinking: earlier answers keep their thinking unless a request says otherwise, and get it back from
+    clients that leave it out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        defaults: GenerationDefaults,
+        *,
+        preserve_thinking: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self._template = template
         self._turn_start = tokenizer.added_tokens.get(TURN_START)
         self._image_pad = tokenizer.added_tokens.get(IMAGE_PAD)
+        self._special_names = {token_id: text.encode() for text, token_id in tokenizer.added_tokens.items()}
+        self._preserve_thinking = preserve_thinking
+        self._recall = Recall()
+        breaks = tokenizer.encode("\n", allow_special=False)
+        self._line_break = breaks[0] if len(breaks) == 1 else -1
 
     def refuse_hopeless(self, text: str, context_length: int, param: str = "messages") -> None:
         """ContextLengthExceeded for a text whose mere size is too much: encoding it could take minutes."""
@@ -115,10 +131,15 @@ class PromptBuilder:
             raise _context_exceeded(least, 1, context_length, param)
 
     def chat(
-        self, request: ChatCompletionRequest, context_length: int | None = None, pictures: Sequence[Picture] = ()
+        self,
+        request: ChatCompletionRequest,
+        context_length: int | None = None,
+        pictures: Sequence[Picture] = (),
+        *,
+        scope: bytes = b"",
     ) -> ChatPrompt:
         """Render and encode the messages of `request`. context_length: refuse early what cannot fit; pictures: those
-        of the messages, in order.
+        of the messages, in order; scope: the tenant, whose earlier answers are encoded as they were generated.
 
         Raises RequestError (400) for what cannot be rendered, ContextLengthExceeded."""
         guard = SpecialTextGuard(self.tokenizer.added_tokens)
@@ -128,6 +149,10 @@ class PromptBuilder:
             raise invalid(
                 "'continue_final_message' and 'add_generation_prompt' exclude each other.", "continue_final_message"
             )
+        known = prompt_scope(request, scope)
+        values = self._template_values(request)
+        if self._preserve_thinking and values.get("preserve_thinking"):
+            messages = self._recall.restore_thinking(known, messages)
         messages = guard.protect(messages)
         end_mark = ""
         if continued:
@@ -136,7 +161,7 @@ class PromptBuilder:
             messages,
             tools=guard.protect(_template_tools(request)) or None,
             add_generation_prompt=not continued and request.add_generation_prompt is not False,
-            **_template_values(request),
+            **values,
         )
         if continued:
             rendered, mark, _ = rendered.partition(end_mark)
@@ -150,7 +175,10 @@ class PromptBuilder:
         pieces = guard.split(rendered)
         ids: list[int] = []
         for piece in pieces:
-            ids.extend(self.tokenizer.encode(piece.text, allow_special=piece.is_template))
+            if piece.is_template:
+                ids.extend(self._recall.encode(known, piece.text, self._encode_template))
+            else:
+                ids.extend(self.tokenizer.encode(piece.text, allow_special=False))
         tail = rendered[rendered.rfind(TURN_START) :]
         return ChatPrompt(
             prompt=self._prompt(np.asarray(ids, dtype=np.int32), pictures),
@@ -183,6 +211,60 @@ class PromptBuilder:
         found = set() if self._turn_start is None else set(np.flatnonzero(ids == self._turn_start).tolist())
         found |= {span.start + span.count for span in spans}
         return tuple(sorted(found - {0, len(ids)}))
+
+    def _encode_template(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, allow_special=True)
+
+    def keeps_thoughts(self, request: ChatCompletionRequest) -> bool:
+        """Whether the conversation's next prompts will show the thinking of this turn."""
+        return self._template_values(request).get("preserve_thinking", False)
+
+    def _template_values(self, request: ChatCompletionRequest) -> dict[str, bool]:
+        values = _template_values(request)
+        if self._preserve_thinking:
+            values.setdefault("preserve_thinking", True)
+        return values
+
+    def remember(
+        self, request: ChatCompletionRequest, scope: bytes, chat: ChatPrompt, token_ids: Sequence[int], answer: Message
+    ) -> None:
+        """Keep of an answer to `request` what its text does not tell. scope: from `prompt_scope`; chat: the rendered
+        request; token_ids: all that were generated; answer: what the client was told."""
+        if self._preserve_thinking and self.keeps_thoughts(request):
+            self._recall.keep_thinking(scope, template_messages([*request.messages, answer]))
+        header = self._last_turn(chat.prompt)
+        if header is None:
+            return
+        ids = [*chat.prompt.token_ids[header:].tolist(), *token_ids]
+        turn_end = self.tokenizer.added_tokens.get(TURN_END)
+        if turn_end is None:
+            return
+        if ids[-1] in self.defaults.stop_token_ids:
+            ids.pop()
+        ids.append(turn_end)
+        try:
+            turn = b"".join(self._special_names.get(i) or self.tokenizer.token_bytes(i) for i in ids).decode()
+        except UnicodeDecodeError:
+            return
+        if turn.startswith(ANSWER_START) and self._encode_template(turn) != ids:
+            self._recall.keep_ids(scope, turn, ids)
+
+    def opened(self, prompt: Prompt) -> Prompt | None:
+        """`prompt` to the end of its last turn's header: what it shares with any other content of that turn. None: it
+        has no such header."""
+        start = self._last_turn(prompt)
+        if start is None:
+            return None
+        breaks = np.flatnonzero(prompt.token_ids[start:] == self._line_break)
+        if not len(breaks):
+            return None
+        end = start + int(breaks[0]) + 1
+        boundaries = tuple(place for place in prompt.boundaries if place < end)
+        return replace(prompt, token_ids=prompt.token_ids[:end].copy(), boundaries=boundaries)
+
+    def _last_turn(self, prompt: Prompt) -> int | None:
+        starts = np.flatnonzero(prompt.token_ids == (-1 if self._turn_start is None else self._turn_start))
+        return int(starts[-1]) if len(starts) else None
 
     def generation_request(
         self,
@@ -247,9 +329,9 @@ def cache_options(request: CachingRequest, tenant: bytes) -> CacheOptions:
     )
 
 
-def keeps_thoughts(request: ChatCompletionRequest) -> bool:
-    """Whether the conversation's next prompts will show the thinking of this turn."""
-    return bool((request.chat_template_kwargs or {}).get("preserve_thinking"))
+def prompt_scope(request: CachingRequest, tenant: bytes) -> bytes:
+    """Whose answers may be remembered in a prompt: requests of one tenant with one salt."""
+    return tenant + b"\0" + (request.cache_salt or "").encode()
 
 
 def output_limit(request: ChatCompletionRequest) -> int | None:

@@ -113,7 +113,7 @@ class Service:
     async def chat_prompt(self, request: ChatCompletionRequest, scope: Scope) -> ChatPrompt:
         """What the model would read for a chat request. Raises ApiError or RequestError."""
         pictures = await self.read_pictures(request, scope)
-        return await asyncio.to_thread(self.prompts.chat, request, None, pictures)
+        return await asyncio.to_thread(self.prompts.chat, request, None, pictures, scope=tenant_of(scope))
 
     async def chat_work(self, request: ChatCompletionRequest, scope: Scope) -> Work:
         """The work of a checked chat request: everything that can refuse it but the queue. Raises ApiError or

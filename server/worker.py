@@ -12,15 +12,15 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from engine.core import CacheControl, CacheReport, FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
 from engine.errors import Cancelled, FermionError, KernelError
 from server.errors import ApiError
-from server.job import ChoiceFinished, Deltas, Failed, Finished, Job, JobState, JobStatus, Started
+from server.job import ChoiceFinished, Deltas, Failed, Finished, Job, JobState, JobStatus, Reply, Sequel, Started
 from server.pace import Pace
-from server.textstream import TextStream
+from server.textstream import Delta, TextStream
 
 log = logging.getLogger("fermion.worker")
 
@@ -29,6 +29,9 @@ _RETRY_MIN_S = 1
 _RETRY_MAX_S = 120
 # Finished jobs whose last state can still be asked for.
 _REMEMBERED = 64
+# Conversations whose next prompt may be read ahead, and how many new tokens make that worth a snapshot.
+_MAX_SEQUELS = 8
+_LEAST_SHADOW_TOKENS = 16
 
 
 class GeneratingEngine(Protocol):
@@ -51,8 +54,8 @@ class EngineWorker:
     """Queue and thread. Public methods may be called from any thread; jobs are made on an event loop.
 
     load: makes the engine, called once in the worker's thread; max_queued: jobs that may wait; time_limit_s: how long
-    one job may have the engine, 0: as long as it takes; observe: told of every job that is over, in the worker's thread
-    or the caller's.
+    one job may have the engine, 0: as long as it takes; shadow: while no job waits, read what conversations are going
+    to send next; observe: told of every job that is over, in the worker's thread or the caller's.
     """
 
     def __init__(
@@ -61,17 +64,21 @@ class EngineWorker:
         *,
         max_queued: int,
         time_limit_s: float = 0.0,
+        shadow: bool = True,
         observe: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self._load = load
         self._max_queued = max_queued
         self._time_limit_s = time_limit_s
+        self._shadow = shadow
         self._observe = observe
         self._changed = threading.Condition()
         self._queue: list[Job] = []
         self._running: Job | None = None
         self._active: dict[str, Job] = {}
         self._over: OrderedDict[str, JobStatus] = OrderedDict()
+        self._sequels: list[_Ahead] = []
+        self._reading_ahead = False
         self._pace = Pace()
         self._engine: GeneratingEngine | None = None
         self._context_length = 0
@@ -117,6 +124,11 @@ class EngineWorker:
     def running(self) -> int:
         """Jobs in the engine: 0 or 1."""
         return int(self._running is not None)
+
+    @property
+    def ahead(self) -> int:
+        """Conversations whose next prompt is being read ahead, or will be as soon as there is time."""
+        return len(self._sequels) + int(self._reading_ahead)
 
     def check_admission(self) -> None:
         """Raise the ApiError that a new job would meet now."""
@@ -247,17 +259,24 @@ class EngineWorker:
         self._cache = engine.cache
         self._engine = engine
         try:
-            while self._failure is None and (job := self._take()) is not None:
-                self._run(engine, job)
+            while self._failure is None and (work := self._take()) is not None:
+                if isinstance(work, Job):
+                    self._run(engine, work)
+                else:
+                    self._read_ahead(engine, work)
         finally:
             self._cache = None
             engine.close()
 
-    def _take(self) -> Job | None:
+    def _take(self) -> Job | _Ahead | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
+            self._reading_ahead = False
+            self._changed.wait_for(lambda: self._queue or self._closing or (self._sequels and not self._draining))
             if self._closing:
                 return None
+            self._reading_ahead = not self._queue
+            if self._reading_ahead:
+                return self._sequels.pop()
             now = time.monotonic()
             job = min(self._queue, key=lambda waiting: waiting.urgency(now))
             self._queue.remove(job)
@@ -289,6 +308,37 @@ class EngineWorker:
             else:
                 self._finish(job, JobState.FAILED, Failed(_overdue(self._time_limit_s)))
 
+    def _read_ahead(self, engine: GeneratingEngine, ahead: _Ahead) -> None:
+        """Read what a conversation will send next, until there is a job: it waits for one layer at most."""
+        try:
+            for request in ahead.requests(engine.context_length):
+                control = engine.cache
+                known = 0 if control is None else control.covered(request.prompt, request.cache)
+                if len(request.prompt.token_ids) - known < _LEAST_SHADOW_TOKENS:
+                    continue
+                for _ in engine.generate(request, self._has_other_work):
+                    pass
+        except Cancelled:
+            # What was read is kept; the rest stays to be read, behind conversations that have moved since.
+            with self._changed:
+                self._sequels.insert(0, ahead)
+        except FermionError as error:
+            log.error("Reading ahead failed: %s", error)
+            if isinstance(error, KernelError):
+                with self._changed:
+                    self._failure = error
+                    self._fail_queue(error)
+        except Exception:
+            log.exception("Reading ahead failed")
+
+    def _has_other_work(self) -> bool:
+        return bool(self._queue) or self._draining
+
+    def _expect(self, ahead: _Ahead) -> None:
+        with self._changed:
+            self._sequels = [other for other in self._sequels if not ahead.sequel.continues(other.sequel)]
+            self._sequels = [*self._sequels[1 - _MAX_SEQUELS :], ahead]
+
     def _generate(self, engine: GeneratingEngine, job: Job) -> Finished | Failed:
         try:
             job.post(Started())
@@ -310,6 +360,8 @@ class EngineWorker:
         tokens, cached = 0, 0
         report: CacheReport | None = None
         logprobs: list[tuple[int, TokenLogprobs]] = []
+        generated: list[int] = []
+        told: list[Delta] = []
         reason = FinishReason.LENGTH
         steps = engine.generate(request, lambda: job.must_stop)
         try:
@@ -325,11 +377,13 @@ class EngineWorker:
                     job.first_token_at = time.monotonic()
                 job.state = JobState.DECODE
                 tokens += 1
+                generated.append(step.token_id)
                 job.completion_tokens += 1
                 if step.token_id not in request.stop_token_ids:
                     if step.logprobs is not None and stream.is_answer(step.token_id):
                         logprobs.append((step.token_id, step.logprobs))
                     if deltas := stream.feed(step.token_id):
+                        told += deltas
                         job.post(Deltas(index, deltas, logprobs))
                         logprobs = []
                 if step.finish_reason is not None:
@@ -344,6 +398,12 @@ class EngineWorker:
         deltas = stream.finish(truncated=reason is FinishReason.LENGTH)
         if deltas or logprobs:
             job.post(Deltas(index, deltas, logprobs))
+        if job.work.sequel is not None and tokens:
+            reply = Reply(generated, [*told, *deltas], stream.stop_string)
+            job.work.sequel.remember(reply)
+            wants_shadow = self._shadow and engine.cache is not None and job.work.sequel.may_be_read
+            if wants_shadow and len(job.work.choices) == 1:
+                self._expect(_Ahead(job.work.sequel, reply))
         called = stream.has_tool_calls and reason is FinishReason.STOP
         job.post(
             ChoiceFinished(
@@ -356,6 +416,21 @@ class EngineWorker:
                 report,
             )
         )
+
+
+class _Ahead:
+    """An answer that was given, and what may follow it."""
+
+    def __init__(self, sequel: Sequel, reply: Reply) -> None:
+        self.sequel = sequel
+        self._reply = reply
+        self._requests: Sequence[GenerationRequest] | None = None
+
+    def requests(self, context_length: int) -> Sequence[GenerationRequest]:
+        """What to read; worked out when there is time for it, and once."""
+        if self._requests is None:
+            self._requests = self.sequel.shadows(self._reply, context_length)
+        return self._requests
 
 
 def _overdue(limit_s: float) -> ApiError:

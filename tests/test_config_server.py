@@ -65,6 +65,8 @@ def test_every_name_is_an_environment_variable_and_a_key(
         "no_cache": True,
         "image_max_pixels": 4096,
         "image_fetch": True,
+        "no_shadow": True,
+        "preserve_thinking": True,
     }
     value = samples.get(name, 77 if name == "context_length" else 7)
     expected = {

@@ -301,3 +301,80 @@ def test_too_little_memory(load: Load, checkpoint: Path, monkeypatch: pytest.Mon
     assert cache_bytes(weights, wanted) >= 64 << 20
     monkeypatch.setattr("engine.placement.available_bytes", lambda: 2 << 20)
     assert cache_bytes(weights, wanted) == 0
+
+
+def opened(*turns: list[int]) -> list[int]:
+    """A conversation up to the header of its next question."""
+    return [*(token for part in turns for token in part), TURN, 84, NEWLINE]
+
+
+def shadow(*turns: list[int], **options: Any) -> GenerationRequest:
+    prompt = Prompt(np.array(opened(*turns), np.int32))
+    return GenerationRequest("s", prompt, 0, cache=CacheOptions(shadow=True, **options))
+
+
+def test_a_shadow_is_met_where_it_ends(load: Load, plain: Engine) -> None:
+    engine = load()
+    assert engine.cache is not None
+    history = turn(1, 300), turn(2, 90)
+    ahead = shadow(*history)
+    length = len(ahead.prompt.token_ids)
+    assert engine.cache.covered(ahead.prompt, ahead.cache) == 0
+    last = list(engine.generate(ahead, lambda: False))[-1]
+    assert isinstance(last, Progress)
+    assert (last.cached, last.processed, last.total) == (0, length, length)
+    assert engine.cache.covered(ahead.prompt, ahead.cache) == length
+    following = request(*history, turn(3, 50))
+    results, report = run(engine, following)
+    assert report is not None
+    # The header of a short turn is no cut, so the bits are those of another way to divide the prompt.
+    assert (report.position, report.provenance) == (length, "decode")
+    exact, report = run(engine, request(*history, turn(3, 50), exact=True, write=False))
+    assert exact == run(plain, following)[0]
+    assert [result.token_id for result in results] == [result.token_id for result in exact]
+    counters = engine.cache.counters()
+    assert counters["shadow_tokens"] == counters["shadow_used_tokens"] == length
+    assert counters["hits_by_kind"] == {"shadow": 1}
+
+
+def test_an_exact_shadow_gives_the_bits_of_an_engine_without_cache(load: Load, plain: Engine) -> None:
+    engine = load()
+    history = turn(1, 300), turn(2, 90)
+    list(engine.generate(shadow(*history, exact=True), lambda: False))
+    following = request(*history, turn(3, 50), exact=True)
+    results, report = run(engine, following)
+    assert report is not None
+    assert report.provenance == "prefill"
+    assert 0 <= len(opened(*history)) - report.position < 64
+    assert results == run(plain, following)[0]
+
+
+def test_a_shadow_that_gives_way_keeps_what_it_read(load: Load, plain: Engine) -> None:
+    engine = load()
+    assert engine.cache is not None
+    history = (turn(1, 700),)
+    cancel_after(engine, shadow(*history), 2 * 5 + 2)  # two passes of four layers, and a half
+    counters = engine.cache.counters()
+    assert counters["shadow_tokens"] == 2 * 128
+    assert position(engine, request(*history, turn(3, 50))) == counters["shadow_tokens"]
+    assert engine.cache.counters()["shadow_used_tokens"] == counters["shadow_tokens"]
+
+
+def test_shadows_keep_to_their_scope_and_to_what_may_be_written(load: Load) -> None:
+    engine = load()
+    history = (turn(1, 300),)
+    list(engine.generate(shadow(*history, scope=b"a", salt=b"s"), lambda: False))
+    following = *history, turn(3, 50)
+    assert position(engine, request(*following, scope=b"b", salt=b"s", write=False)) == 0
+    assert position(engine, request(*following, scope=b"a", write=False)) == 0
+    assert position(engine, request(*following, scope=b"a", salt=b"s", write=False)) == 306
+
+
+def test_a_running_prefill_stays_inside_the_memory_of_the_cache(load: Load) -> None:
+    engine = load(ram=2 << 20)
+    assert engine.cache is not None
+    run(engine, request(turn(1, 150), turn(2, 150)))
+    for _ in engine.generate(request(turn(3, 1500)), lambda: False):
+        gauges: Any = engine.cache.gauges()
+        assert gauges["ram_bytes"] <= gauges["ram_bytes_max"] <= gauges["ram_capacity_bytes"] <= 2 << 20
+    assert all(entry.kind != "cancel" for entry in engine.cache.entries(None, 1000))

@@ -82,6 +82,8 @@ class FakeEngine:
             yield Progress(total, cached, done, time.monotonic() - started)
 
     def _decode(self, request: GenerationRequest, cancelled: Callable[[], bool]) -> Generator[TokenResult, None, None]:
+        if request.max_tokens == 0:
+            return
         script = [*self.reply(request), min(request.stop_token_ids)]
         for count in range(1, request.max_tokens + 1):
             self._work(self.token_s, cancelled)

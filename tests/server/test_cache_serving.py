@@ -21,6 +21,7 @@ from server.config import load_settings
 
 CHAT = "/v1/chat/completions"
 PAGE = 64
+LEAST = 16
 # A system prompt of some hundred tokens, and a document longer than the longest segment.
 RULES = "You answer questions about a small town. " + " ".join(
     f"House {n} on Main Street has {n * 7 % 13} windows and a {['red', 'green', 'blue'][n % 3]} door."
@@ -75,7 +76,8 @@ def chat_body(*messages: tuple[str, str], **fields: Any) -> dict[str, Any]:
 @contextmanager
 def serving(directory: Path, **settings: Any) -> Iterator[Client]:
     """The demo model with a small cache in `directory`."""
-    given = {"port": 0, "threads": 2, "cache_ram": "64M", "cache_disk": "256M", "cache_dir": directory, **settings}
+    given = {"port": 0, "threads": 2, "cache_ram": "64M", "cache_disk": "256M", "cache_dir": directory}
+    given |= {"no_shadow": True, **settings}
     loaded = load_settings(given)
     server, worker = make_server(loaded.server_config(), loaded.engine_config())
     worker.start()
@@ -163,6 +165,102 @@ def test_the_turns_of_a_chat(client: Client) -> None:
         assert asked - 16 <= cached(answer) <= asked
         fresh = client.chat(*history, cache={"read": False, "write": False})
         assert text(fresh) == text(answer)
+
+
+@pytest.fixture(scope="module")
+def shadowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A server that reads ahead."""
+    with serving(tmp_path_factory.mktemp("shadow"), no_shadow=False) as client:
+        yield client
+
+
+def rest(client: Client) -> None:
+    """Give the server the time that users take to read."""
+    wait_for(lambda: client.metric("fermion_num_conversations_ahead") == 0)
+
+
+def test_with_time_between_the_turns_of_a_chat_only_the_question_is_new(shadowing: Client) -> None:
+    """Thinking is on, and stripped at the next question."""
+    shadowing.call("DELETE", "/v1/cache")
+    used = shadowing.metric("fermion_cache_shadow_used_tokens_total")
+    fields: dict[str, Any] = {"enable_thinking": True, "max_tokens": 60}
+    history = [("system", RULES), ("user", "What colour is the door of house 4?")]
+    answer = shadowing.chat(*history, **fields)
+    for question in ("And house 5?", "And house 6? " + DOCUMENT[:600], "Thanks. And house 7?"):
+        rest(shadowing)
+        history += [("assistant", text(answer)), ("user", question)]
+        body = chat_body(*history, **fields)
+        answer = shadowing.json("POST", CHAT, body)
+        # All before the question has been read, unless the answer was too short to be worth it.
+        alone = shadowing.json("POST", "/tokenize", {"prompt": question})["count"]
+        assert recomputed(answer) <= alone + 8 + LEAST
+        exact = shadowing.chat(*history, **fields, cache_exact=True, cache={"write": False})
+        fresh = shadowing.chat(*history, **fields, cache={"read": False, "write": False})
+        assert exact["choices"] == fresh["choices"]
+    assert shadowing.metric("fermion_cache_shadow_used_tokens_total") > used
+
+
+def test_exact_conversations_are_read_ahead_exactly(shadowing: Client) -> None:
+    shadowing.call("DELETE", "/v1/cache")
+    history = [("system", RULES), ("user", "List five things.")]
+    fields: dict[str, Any] = {"max_tokens": 100, "logprobs": True, "top_logprobs": 3}
+    answer = shadowing.chat(*history, **fields, cache_exact=True)
+    rest(shadowing)
+    history += [("assistant", text(answer)), ("user", "More.")]
+    warm = shadowing.chat(*history, **fields, cache_exact=True)
+    fresh = shadowing.chat(*history, **fields, cache={"read": False, "write": False})
+    assert warm["choices"] == fresh["choices"]
+    assert warm["fermion"]["cache"]["provenance"] == "prefill"
+
+
+def test_requests_that_leave_nothing_behind_are_not_read_ahead(shadowing: Client) -> None:
+    shadowing.call("DELETE", "/v1/cache")
+    before = shadowing.metric("fermion_cache_shadow_tokens_total")
+    shadowing.chat(("system", RULES), ("user", "List five things."), max_tokens=60, cache={"write": False})
+    rest(shadowing)
+    assert shadowing.json("GET", "/v1/cache")["data"] == []
+    assert shadowing.metric("fermion_cache_shadow_tokens_total") == before
+
+
+def test_a_tool_chain_is_read_ahead_of_the_question_that_ends_it(shadowing: Client) -> None:
+    """The question strips the thinking of every round since the one before it; none of them is read again."""
+    shadowing.call("DELETE", "/v1/cache")
+    tools = [{"type": "function", "function": {
+        "name": "get_weather", "description": "Get the weather for a city.", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]  # fmt: skip
+    body = chat_body(("user", "What is the weather in Paris?"), tools=tools, max_tokens=200, enable_thinking=True)
+    for number in range(3):
+        answer = shadowing.json("POST", CHAT, {**body, "tool_choice": "required"})
+        message = answer["choices"][0]["message"]
+        body["messages"].append(message)
+        for call in message["tool_calls"]:
+            content = f"Report {number}: {DOCUMENT[number * 500 :][:500]}"
+            body["messages"].append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        rest(shadowing)
+    answer = shadowing.json("POST", CHAT, {**body, "max_tokens": 40})
+    body["messages"].append(answer["choices"][0]["message"])
+    rest(shadowing)
+    question = {"role": "user", "content": "Thanks. And tomorrow?"}
+    last = shadowing.json("POST", CHAT, {**body, "messages": [*body["messages"], question]})
+    alone = shadowing.json("POST", "/tokenize", {"prompt": question["content"]})["count"]
+    if answer["choices"][0]["finish_reason"] == "stop":
+        assert recomputed(last) <= alone + 8
+
+
+def test_thinking_that_clients_leave_out_is_restored_on_demand(tmp_path: Path) -> None:
+    with serving(tmp_path, preserve_thinking=True) as client:
+        history = [("system", RULES), ("user", "What colour is the door of house 4?")]
+        fields: dict[str, Any] = {"enable_thinking": True, "max_tokens": 200}
+        answer = client.chat(*history, **fields)
+        thought = answer["choices"][0]["message"]["reasoning_content"]
+        history += [("assistant", text(answer)), ("user", "And house 5?")]
+        assert thought in client.json("POST", "/apply-template", chat_body(*history, **fields))["prompt"]
+        following = client.chat(*history, **fields)
+        # All but the end of the turn and the question was in the state.
+        usage = answer["usage"]
+        assert cached(following) == usage["prompt_tokens"] + usage["completion_tokens"] - 1
+        without = chat_body(*history, **fields, chat_template_kwargs={"preserve_thinking": False})
+        assert thought not in client.json("POST", "/apply-template", without)["prompt"]
 
 
 def test_a_system_prompt_is_shared(client: Client) -> None:

@@ -1,0 +1,127 @@
+"""Checkpoints of running prefills, and snapshots taken ahead of demand."""
+
+from __future__ import annotations
+
+from cache_fakes import SMALL, FakeState, disk_config, hit, make_cache, make_key, store, tokens
+
+from prefix_cache import PAGE_TOKENS, Checkpoint, Kind, PrefixCache, Stored
+
+IDS = tokens(1000)
+STEP = 2 * PAGE_TOKENS
+
+
+def advance(cache: PrefixCache, position: int, earlier: Checkpoint | None) -> Checkpoint | None:
+    key = make_key(IDS)
+    return cache.checkpoint(key, FakeState(key, position), position, position, earlier)
+
+
+def test_a_checkpoint_moves_on_in_its_own_memory():
+    """The arena holds one prompt's pages, one snapshot and one checkpoint, and never a byte more."""
+    pages, state = 1000 // PAGE_TOKENS, SMALL.recurrent_blocks
+    cache = make_cache(blocks=pages + 2 * state)
+    store(cache, make_key(IDS), PAGE_TOKENS)
+    checkpoint = None
+    for position in range(STEP, 900, STEP):
+        checkpoint = advance(cache, position, checkpoint)
+        gauges = cache.gauges()
+        assert gauges["snapshots"] == 2
+        assert gauges["ram_bytes"] == (position // PAGE_TOKENS + 2 * state) * SMALL.page_bytes
+        assert hit(cache, make_key(IDS)) == position
+        assert cache.check_integrity() == []
+    assert cache.gauges()["ram_bytes_max"] <= cache.gauges()["ram_capacity_bytes"]
+    assert cache.stats.evicted_ram == {}
+    checkpoint.drop()
+    assert hit(cache, make_key(IDS)) == PAGE_TOKENS
+    assert cache.gauges()["ram_bytes"] == (1 + state) * SMALL.page_bytes
+    assert cache.check_integrity() == []
+
+
+def test_the_next_snapshot_takes_the_place_of_the_checkpoint():
+    cache = make_cache()
+    key = make_key(IDS)
+    checkpoint = advance(cache, STEP, None)
+    assert cache.store(key, FakeState(key, 700), Kind.MESSAGE, 700, 700, replaces=checkpoint) is Stored.STORED
+    checkpoint.drop()
+    assert cache.gauges()["snapshots"] == 1
+    again = advance(cache, STEP, None)
+    assert cache.store(key, FakeState(key, 700), Kind.MESSAGE, 700, 700, replaces=again) is Stored.EXISTS
+    assert [info.position for info in cache.inspect()] == [700]
+    assert hit(cache, key) == 700
+    assert cache.check_integrity() == []
+
+
+def test_without_room_the_earlier_checkpoint_stays():
+    cache = make_cache(blocks=4 + SMALL.recurrent_blocks)
+    first = advance(cache, STEP, None)
+    outcome, lease = cache.acquire(make_key(IDS))
+    assert lease is not None
+    assert advance(cache, 4 * STEP, first) is first
+    lease.release()
+    assert outcome.position == hit(cache, make_key(IDS)) == STEP
+    assert cache.check_integrity() == []
+
+
+def test_only_a_kept_checkpoint_counts_and_reaches_the_disk(tmp_path):
+    cache = make_cache(disk=disk_config(tmp_path))
+    checkpoint = advance(cache, STEP, None)
+    cache.flush()
+    assert cache.gauges()["snapshots_disk"] == 0
+    assert cache.stats.stored == {}
+    assert checkpoint.keep()
+    cache.flush()
+    assert cache.gauges()["snapshots_disk"] == 1
+    assert cache.stats.stored == {"cancel": 1}
+    cache.clear()
+    assert not checkpoint.keep()
+
+
+def take(cache: PrefixCache, position: int, shadow_tokens: int, kind: Kind = Kind.SHADOW) -> None:
+    key = make_key(IDS)
+    cache.shadow_computed(shadow_tokens)
+    cache.store(key, FakeState(key, position), kind, position, position, shadow_tokens=shadow_tokens)
+
+
+def shadow_counts(cache: PrefixCache) -> tuple[int, int, int]:
+    return cache.stats.shadow_tokens, cache.stats.shadow_used_tokens, cache.stats.shadow_wasted_tokens
+
+
+def test_what_was_computed_ahead_is_used_once_or_wasted():
+    cache = make_cache()
+    take(cache, 300, 300)
+    assert shadow_counts(cache) == (300, 0, 0)
+    assert hit(cache, make_key(IDS)) == 300
+    assert hit(cache, make_key(IDS)) == 300
+    assert shadow_counts(cache) == (300, 300, 0)
+    take(cache, 500, 200)
+    cache.clear()
+    assert shadow_counts(cache) == (500, 300, 200)
+
+
+def test_a_shadow_built_upon_another_stands_for_both():
+    cache = make_cache()
+    take(cache, 300, 300)
+    outcome, lease = cache.acquire(make_key(IDS), shadow=True)
+    assert lease is not None
+    inherited = lease.inherit_shadow()
+    lease.release()
+    assert (outcome.position, inherited) == (300, 300)
+    cache.shadow_computed(200)
+    key = make_key(IDS)
+    cache.store(key, FakeState(key, 500), Kind.SHADOW, 500, 500, shadow_tokens=200 + inherited)
+    assert hit(cache, key) == 500
+    cache.clear()
+    assert shadow_counts(cache) == (500, 500, 0)
+
+
+def test_looking_ahead_counts_and_teaches_nothing():
+    cache = make_cache()
+    store(cache, make_key(IDS), 300)
+    before = cache.stats.as_dict()
+    outcome, lease = cache.acquire(make_key(IDS), shadow=True)
+    assert outcome.position == 300
+    assert lease is not None
+    lease.release()
+    cache.acquire(make_key(tokens(100, seed=5)), shadow=True)
+    after = cache.stats.as_dict()
+    assert {name for name in after if after[name] != before[name]} <= {"load_seconds"}
+    assert [info.hits for info in cache.inspect()] == [0]
