@@ -58,8 +58,9 @@ class Card(Protocol):
         """Copy arrays in beside the computation, once `after` (of `mark`, or None) has passed. Returns what `wait`
         takes. The arrays must stay as they are until then."""
 
-    def pin(self, array: Array) -> bool:
-        """Page-lock an array, so that copies of it run beside the computation; False if the system refuses."""
+    def pin(self, array: Array, *, written: bool = False) -> bool:
+        """Page-lock an array, so that copies of it run beside the computation; False if the system refuses. written:
+        the card will copy into it."""
 
     def mark(self) -> object:
         """A point in the computation, behind everything launched so far."""
@@ -185,11 +186,11 @@ class CudaCard:
             self._call("cuEventDestroy_v2", event)
         self._events.clear()
 
-    def pin(self, array: Array) -> bool:
+    def pin(self, array: Array, *, written: bool = False) -> bool:
         """Page-lock the array where it lies, so that copies of it run at full speed beside the computation. False if
         the system does not allow it (a limit on locked memory, or a driver that cannot lock read-only mappings)."""
         address = ctypes.c_void_p(array.ctypes.data)
-        for flags in (_HOST_REGISTER_READ_ONLY, 0):
+        for flags in (0,) if written else (_HOST_REGISTER_READ_ONLY, 0):
             status = self._lib.cuMemHostRegister_v2(address, ctypes.c_size_t(array.nbytes), ctypes.c_uint(flags))
             if status == 0:
                 self._registered.append(array.ctypes.data)

@@ -361,8 +361,8 @@ class GpuPrefill:
             heads = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
             conv = _anonymous((c.delta_layers, CONV_WINDOW, c.conv_channels))
             ssm = _anonymous((c.delta_layers, *heads))
-            self.card.pin(conv)
-            self.card.pin(ssm)
+            self.card.pin(conv, written=True)
+            self.card.pin(ssm, written=True)
             self._left.append((conv, ssm))
 
     def _store(self, layer: LayerWeights, index: int) -> CardLayer:

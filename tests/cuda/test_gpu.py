@@ -143,8 +143,12 @@ def test_resumed_prefill_is_bit_equal(weights: Weights, model: Model, card: Cuda
     assert contents(split) == contents(whole)
 
 
-def test_segments_of_one_call_have_the_bits_of_separate_calls(weights: Weights, model: Model, card: CudaCard) -> None:
+@pytest.mark.parametrize("read_only", [False, True])
+def test_segments_of_one_call_have_the_bits_of_separate_calls(
+    weights: Weights, model: Model, card: CudaCard, driver: ctypes.CDLL, read_only: bool
+) -> None:
     """With the states that the call leaves behind on its way."""
+    driver.fake_read_only(read_only)
     gpu, starts, stops = on_card(weights, model, card), (130, 195, 203), (64, 130, 203, 267)
     separate, expected = model.new_state(), {}
     for begin, end in pairwise([0, 64, 130, 195, 203, 267, 333]):

@@ -1,6 +1,7 @@
 /* libcuda.so.1 in small: the driver calls that the project makes, over the emulated kernels. Streams run at once.
  *
- * fake_fail(call, status): the next use of `call` returns `status`. fake_live(): allocations, registered host ranges,
+ * fake_fail(call, status): the next use of `call` returns `status`. fake_read_only(known): whether host memory can be
+ * registered as read-only; not at first. fake_live(): allocations, registered host ranges,
  * events and streams that exist. fake_launches(): kernels launched so far.
  */
 #include <cstdint>
@@ -16,6 +17,13 @@ namespace {
 std::string failing;
 int failing_status, objects, launches;
 std::map<uint64_t, size_t> memory;
+struct Registration {
+    size_t bytes;
+    unsigned flags;
+};
+std::map<uint64_t, Registration> registered; /* host memory */
+const unsigned READ_ONLY = 8;
+bool knows_read_only; /* the last driver for Fermi cards does not */
 const size_t CARD_BYTES = 256 << 20;
 const int OUT_OF_MEMORY = 2, NOT_FOUND = 500, INVALID_VALUE = 1;
 
@@ -39,6 +47,14 @@ bool inside(uint64_t at, size_t bytes) {
     return at + bytes <= after->first + after->second;
 }
 
+/* Whether host memory is registered as one that the card never writes. */
+bool only_read(uint64_t at) {
+    auto after = registered.upper_bound(at);
+    if (after == registered.begin()) return false;
+    --after;
+    return at < after->first + after->second.bytes && after->second.flags == READ_ONLY;
+}
+
 }  // namespace
 
 #define CALL(name)                        \
@@ -50,6 +66,7 @@ void fake_fail(const char *call, int status) {
     failing = call;
     failing_status = status;
 }
+void fake_read_only(int known) { knows_read_only = known; }
 int fake_launches() { return launches; }
 int fake_live() { return (int)memory.size() + objects; }
 
@@ -128,17 +145,21 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *) {
 }
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *) {
     CALL("cuMemcpyDtoHAsync_v2");
-    if (!inside(from, bytes)) return INVALID_VALUE;
+    if (!inside(from, bytes) || only_read((uint64_t)to)) return INVALID_VALUE;
     memcpy(to, (void *)from, bytes);
     return 0;
 }
-int cuMemHostRegister_v2(void *, size_t, unsigned flags) {
-    if (flags) return INVALID_VALUE; /* as a driver that does not know read-only registrations */
+int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
+    if (flags & ~READ_ONLY || (flags && !knows_read_only)) return INVALID_VALUE;
     CALL("cuMemHostRegister_v2");
+    registered[(uint64_t)address] = {bytes, flags};
     ++objects;
     return 0;
 }
-int cuMemHostUnregister(void *) { return --objects < 0; }
+int cuMemHostUnregister(void *address) {
+    registered.erase((uint64_t)address);
+    return --objects < 0;
+}
 int cuStreamCreate(void **stream, unsigned) {
     *stream = &failing;
     ++objects;
