@@ -63,7 +63,9 @@ def model(checkpoint: Path) -> Iterator[Model]:
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """The driver in small; `fake_fail` makes one of its calls fail."""
     monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
-    return ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.fake_read_only(False)
+    return loaded
 
 
 @pytest.fixture
