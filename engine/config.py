@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +24,8 @@ QUANTIZATION: Mapping[str, object] = {
 SIMD_TIERS = ("scalar", "ssse3", "avx2", "avx512")
 LANES = 16  # widest float vector of any tier: the widths that vectors run along are multiples of it
 GROUP = 32  # activations that share a scale when they meet packed weights
+
+VISION_ROPE_THETA = 10_000.0  # of all published towers; config.json need not state it
 
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_SIZE = 1 << 24
@@ -62,6 +65,16 @@ class VisionConfig:
     spatial_merge_size: int
     num_position_embeddings: int
     out_hidden_size: int
+
+    @property
+    def token_side(self) -> int:
+        """Pixels on a side of the square that one token of the text model stands for."""
+        return self.patch_size * self.spatial_merge_size
+
+    @property
+    def table_side(self) -> int:
+        """Side of the square grid that the position embeddings belong to."""
+        return math.isqrt(self.num_position_embeddings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,5 +366,14 @@ def _vision(vision: _Section) -> VisionConfig:
         num_position_embeddings=vision.size("num_position_embeddings"),
         out_hidden_size=vision.size("out_hidden_size"),
     )
-    _check_ratio(vision, "hidden_size", config.hidden_size, config.num_heads)
+    if config.hidden_size % (4 * config.num_heads):  # half of a head's pairs turn with the row, half with the column
+        raise vision.error("hidden_size", f"a multiple of 4 for each of {config.num_heads} heads")
+    if config.in_channels != 3:
+        raise vision.error("in_channels", "3: pictures are red, green and blue")
+    if config.spatial_merge_size != 2:
+        raise vision.error("spatial_merge_size", "2, the only value that is computed")
+    if config.table_side**2 != config.num_position_embeddings:
+        raise vision.error("num_position_embeddings", "a square number")
+    if vision.has("rope_parameters"):
+        vision.section("rope_parameters").fixed("rope_theta", VISION_ROPE_THETA)
     return config

@@ -32,7 +32,8 @@ class ImageSpan:
     """One picture inside a prompt.
 
     start: index of its first placeholder token; count: number of placeholder tokens (merged patches);
-    pixels: uint8 RGB [height, width, 3] after resizing; digest: SHA-256 over pixels, mode and size.
+    pixels: uint8 RGB [height, width, 3] after resizing; digest: SHA-256 over pixels, mode and size, empty if unknown,
+    and then nothing from `start` on is cached.
     """
 
     start: int

@@ -148,6 +148,11 @@ class CpuEngine:
         """The fm_engine in C, for calls that are not part of running the model (calibration looks inside)."""
         return self._live()
 
+    @property
+    def pool(self) -> Any:
+        """The engine's threads (fm_pool in C), for work between its calls. Gone when it is closed."""
+        return lib.fm_engine_pool(self._live())
+
     def _live(self) -> Any:
         if self._engine == ffi.NULL:
             raise KernelError("the engine is closed")

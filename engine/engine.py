@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core import CacheControl, FinishReason, GenerationRequest, Progress, TokenResult
+from engine.core import CacheControl, FinishReason, GenerationRequest, Progress, Prompt, TokenResult
 from engine.errors import Cancelled, ContextLengthExceeded, KernelError, ModelFileError, OutOfMemory, RequestError
 from engine.model import Model
 from engine.placement import Placement, place
 from engine.reuse import ModelCache, PromptRun, Reuse, cache_bytes, template_markers
 from engine.sampling import Sampler
-from engine.segments import CardRule
+from engine.segments import CardRule, Stretch
 from engine.tokenizer import Tokenizer
+from engine.vision import PictureRows, Sight, VisionTower, check_pictures
 from engine.weights import Weights, load_weights
 
 _GPU_DEVICE = Path("/dev/nvidiactl")
@@ -30,14 +31,17 @@ _REPORT_INTERVAL_S = 0.1
 class Engine:
     """Runs one generation at a time, in the thread that calls it.
 
-    model: sizes of the loaded model. placement: what was decided at load. vocab_size: ids that have a token; the
-    model's rows above it are padding and are never drawn.
+    model: sizes of the loaded model; it reads pictures if model.vision is not None. placement: what was decided at
+    load. vocab_size: ids that have a token; the model's rows above it are padding and are never drawn.
     """
 
-    def __init__(self, model: Model, placement: Placement, vocab_size: int, reuse: Reuse) -> None:
-        """Use `load`."""
+    def __init__(
+        self, model: Model, placement: Placement, vocab_size: int, reuse: Reuse, pictures: PictureRows | None
+    ) -> None:
+        """Use `load`. pictures None: the model does not see."""
         self._model = model
         self._reuse = reuse
+        self._pictures = pictures
         self.model: ModelConfig = model.config
         self.placement = placement
         self.vocab_size = vocab_size
@@ -59,19 +63,30 @@ class Engine:
         placement = place(weights.config, config, weights.file.nbytes, kept_bytes)
         allowed = os.sched_getaffinity(0)
         model, rule, card = _load_model(weights, config, placement)
+        pictures = None
         try:
+            if weights.vision is not None:
+                pictures = PictureRows(VisionTower(weights.vision, model.cpu.tier, model.cpu.pool))
             # The model has pinned this thread; the cache's would inherit that and share the one processor.
             with _running_on(allowed):
                 cache = ModelCache(weights, config, kept_bytes, card) if kept_bytes else None
         except BaseException:
+            if pictures is not None:
+                pictures.close()
             model.close()
             raise
-        return Engine(model, placement, tokens, Reuse(template_markers(tokenizer), config.pass_tokens, cache, rule))
+        reuse = Reuse(template_markers(tokenizer), config.pass_tokens, cache, rule)
+        return Engine(model, placement, tokens, reuse, pictures)
 
     @property
     def cache(self) -> CacheControl | None:
         """The prefix cache's administration, None if there is no cache."""
         return self._reuse.cache
+
+    @property
+    def picture_counters(self) -> Mapping[str, int]:
+        """What became of the pictures in prompts, see `PictureRows.counters`; empty if the model does not see."""
+        return {} if self._pictures is None else self._pictures.counters()
 
     @property
     def context_length(self) -> int:
@@ -138,6 +153,8 @@ class Engine:
     def close(self) -> None:
         """Write what the prefix cache has for the disk; free scratch memory and threads. Idempotent."""
         self._reuse.close()
+        if self._pictures is not None:
+            self._pictures.close()
         self._model.close()
 
     def __enter__(self) -> Engine:
@@ -153,41 +170,66 @@ class Engine:
     ) -> Generator[Progress | TokenResult, None, int]:
         """Take what is missing of the prompt into the state, segment by segment; returns the row of its last token in
         the last pass."""
-        ids = request.prompt.token_ids
-        total, start = len(ids), time.monotonic()
+        total, start = len(request.prompt.token_ids), time.monotonic()
         yield Progress(total, run.resumed, run.resumed, 0.0, run.report)
         told = start
         row = 0
+        sight = None
+        if self._pictures is not None and request.prompt.images:
+            sight = Sight(self._pictures, request.prompt, request.cache)
         for stretch in run.stretches:
             begin = run.state.position
-            steps = self._model.advance_steps(
-                run.state, ids[begin : stretch.end], card=stretch if stretch.on_card else None, reached=run.reached
-            )
-            while True:
-                if cancelled():
-                    run.cancelled()
-                    raise Cancelled("the request was withdrawn")
-                try:
-                    processed = begin + next(steps)
-                except StopIteration as end:
-                    row = end.value
-                    break
-                now = time.monotonic()
-                if processed == total:
-                    continue
-                if now - told >= _REPORT_INTERVAL_S:
-                    told = now
-                    yield Progress(total, run.resumed, processed, now - start, run.report)
-            run.reached()
+            with closing(self._take(run, request.prompt, sight, stretch)) as steps:
+                while True:
+                    if cancelled():
+                        run.cancelled()
+                        raise Cancelled("the request was withdrawn")
+                    try:
+                        processed = begin + next(steps)
+                    except StopIteration as end:
+                        row = end.value
+                        break
+                    now = time.monotonic()
+                    if processed == total:
+                        continue
+                    if now - told >= _REPORT_INTERVAL_S:
+                        told = now
+                        yield Progress(total, run.resumed, processed, now - start, run.report)
         elapsed = time.monotonic() - start
         run.measured(elapsed)
         yield Progress(total, run.resumed, total, elapsed, run.report)
         return row
 
+    def _take(self, run: PromptRun, prompt: Prompt, sight: Sight | None, stretch: Stretch) -> Generator[int, None, int]:
+        """As `Model.advance_steps`, for one stretch of the prompt; pictures in it are encoded first."""
+        state, begin = run.state, run.state.position
+        ids, card = prompt.token_ids[begin : stretch.end], stretch if stretch.on_card else None
+        if sight is None:
+            row = yield from self._model.advance_steps(state, ids, card=card, reached=run.reached)
+            run.reached()
+            return row
+
+        def reached() -> None:
+            state.rope_delta = sight.rope_delta(state.position)
+            run.reached()
+
+        rows = []
+        with closing(sight.rows_steps(begin, stretch.end)) as looking:
+            while True:
+                try:
+                    next(looking)
+                except StopIteration as end:
+                    rows = end.value
+                    break
+                yield 0
+        positions = sight.positions[begin : stretch.end]
+        row = yield from self._model.advance_steps(state, ids, positions, rows, card=card, reached=reached)
+        reached()
+        return row
+
     def _check(self, request: GenerationRequest) -> None:
         ids = request.prompt.token_ids
-        if request.prompt.images:
-            raise RequestError("This model is served without pictures.", param="messages", code="unsupported_content")
+        check_pictures(request.prompt, self.model)
         if len(ids) == 0:
             raise RequestError("The prompt is empty.", param="messages")
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:

@@ -19,6 +19,7 @@ from engine.placement import spare_bytes
 from engine.segments import CardRule, segments, stretches
 from engine.state import SequenceState, page_bytes, recurrent_bytes
 from engine.tokenizer import Tokenizer
+from engine.vision import PIXEL_RULE
 from engine.weights import Weights
 from prefix_cache import (
     PAGE_TOKENS,
@@ -299,7 +300,7 @@ class PromptRun:
 
 def prompt_key(prompt: Prompt, namespace: Namespace) -> PromptKey:
     """What the cache calls `prompt`."""
-    media = [MediaSpan(image.start, image.count, image.digest) for image in prompt.images]
+    media = [MediaSpan(image.start, image.count, image.digest or None) for image in prompt.images]
     return PromptKey(namespace, prompt.token_ids, media)
 
 
@@ -312,6 +313,7 @@ def _fingerprint(weights: Weights, config: EngineConfig, card: str) -> bytes:
         "tier": resolve_tier(config.simd_tier),
         "kv": "float32" if _kv_f32(config) else "float16",
         "kernels": build_digest(),
+        "pixels": PIXEL_RULE,
     }
     if card:
         parts["card"] = card

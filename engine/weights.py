@@ -1,7 +1,8 @@
 """The checkpoint's tensors: mapped read-only, each checked against the model's sizes, and bound to their roles.
 
-Packed matrices are used where they lie in the file; so are float32 ones. What the engine multiplies by in another
-form (norm gains, convolution taps, decay rates) is small and made once, here. Nothing in this module computes.
+Packed matrices are used where they lie in the file; so are float32 ones, and float16 ones of the vision tower. What
+the engine multiplies by in another form (norm gains, convolution taps, decay rates) is small and made once, here.
+Nothing in this module computes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.config import LayerType, ModelConfig, VisionConfig
 from engine.core import Float32Array, UInt8Array
@@ -37,6 +39,7 @@ _DTYPE_BYTES = {
 _FLOATS = ("F32", "F16", "BF16")
 
 Shape = tuple[int, ...]
+HalfArray = npt.NDArray[np.float16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +134,53 @@ class MtpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Linear:
+    """y = W x + b in the vision tower. weight: float16 or float32 [rows, cols], as it lies in the file if that is
+    possible; bias: [rows]."""
+
+    weight: HalfArray | Float32Array
+    bias: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Gain and shift, [hidden] each."""
+
+    weight: Float32Array
+    bias: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class VisionBlock:
+    """One block of the vision tower. qkv rows: queries of all heads, then keys, then values."""
+
+    norm1: LayerNorm
+    norm2: LayerNorm
+    qkv: Linear
+    proj: Linear
+    fc1: Linear
+    fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class VisionWeights:
+    """The vision tower. patch_embed columns: [channel][frame][row][column] of a patch; table: position embeddings
+    of a square grid, float16 or float32 [positions, hidden]; columns of merger_fc1: a token's patches side by side."""
+
+    config: VisionConfig
+    patch_embed: Linear
+    table: HalfArray | Float32Array
+    blocks: tuple[VisionBlock, ...]
+    merger_norm: LayerNorm
+    merger_fc1: Linear
+    merger_fc2: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
-    """The text model. config: of the checkpoint, with the number of experts that its tensors have. file keeps the
-    mapping alive and holds the tensors of the vision tower and the MTP layer, checked but not bound."""
+    """The text model and its vision tower, None if it has none. config: of the checkpoint, with the number of experts
+    that its tensors have. file keeps the mapping alive and holds the tensors of the MTP layer, checked but not bound.
+    """
 
     config: ModelConfig
     embed: Matrix
@@ -141,6 +188,7 @@ class Weights:
     final_norm: Float32Array
     head: Matrix
     file: ModelFile
+    vision: VisionWeights | None = None
 
 
 class ModelFile:
@@ -196,6 +244,14 @@ class ModelFile:
         wide = tensor.data.copy().view(np.uint16).astype(np.uint32) << 16
         return wide.view(np.float32).reshape(shape)
 
+    def halves(self, name: str, shape: Shape) -> HalfArray | Float32Array:
+        """A tensor of exactly `shape`: float16 in place if it is stored so, else as `floats` gives it."""
+        tensor = self.get(name)
+        if tensor.dtype != "F16" or tensor.data.ctypes.data % 2:
+            return self.floats(name, shape)
+        _check(tensor, shape, _FLOATS)
+        return tensor.data.view(np.float16).reshape(shape)
+
     def matrix(self, name: str, rows: int, cols: int, count: int | None = None) -> Matrix:
         """A matrix, or a stack of `count`, packed or not."""
         lead = () if count is None else (count,)
@@ -234,10 +290,8 @@ def load_weights(directory: Path, config: ModelConfig) -> Weights:
         final_norm=binder.gain(f"{prefix}norm.weight", hidden),
         head=binder.matrix("lm_head.weight", rows, hidden),
         file=file,
+        vision=None if config.vision is None else _vision(binder, config.vision),
     )
-    if config.vision is not None:
-        for name, shape in vision_shapes(config.vision):
-            binder.check(name, shape)
     if _has_mtp(file, config):
         _mtp(binder, config)
     unexpected = sorted(file.tensors.keys() - binder.taken)
@@ -300,6 +354,17 @@ class _Binder:
             )
         self.taken.add(name)
         return self.file.matrix(name, rows, cols, count)
+
+    def linear(self, name: str, shapes: Mapping[str, Shape]) -> Linear:
+        """A layer with bias, its weight as a matrix of all that its inputs have."""
+        shape = shapes[f"{name}.weight"]
+        self.taken.add(f"{name}.weight")
+        weight = self.file.halves(f"{name}.weight", shape)
+        return Linear(weight.reshape(shape[0], -1), self.floats(f"{name}.bias", shape[:1]))
+
+    def layer_norm(self, name: str, shapes: Mapping[str, Shape]) -> LayerNorm:
+        shape = shapes[f"{name}.weight"]
+        return LayerNorm(self.floats(f"{name}.weight", shape), self.floats(f"{name}.bias", shape))
 
     def float_matrix(self, name: str, rows: int, cols: int) -> Matrix:
         """A matrix that is never packed: too small to gain by it and too sensitive to rounding."""
@@ -413,6 +478,32 @@ def _mtp(binder: _Binder, config: ModelConfig) -> MtpWeights:
         layer=_layer(binder, prefix, dataclasses.replace(config, num_experts=experts), LayerType.FULL_ATTENTION),
         final_norm=binder.gain("mtp.norm.weight", hidden),
         experts=experts,
+    )
+
+
+def _vision(binder: _Binder, vision: VisionConfig) -> VisionWeights:
+    prefix = "model.visual."
+    shapes = dict(vision_shapes(vision, prefix))
+    table = f"{prefix}pos_embed.weight"
+    binder.taken.add(table)
+    return VisionWeights(
+        config=vision,
+        patch_embed=binder.linear(f"{prefix}patch_embed.proj", shapes),
+        table=binder.file.halves(table, shapes[table]),
+        blocks=tuple(
+            VisionBlock(
+                norm1=binder.layer_norm(f"{block}norm1", shapes),
+                norm2=binder.layer_norm(f"{block}norm2", shapes),
+                qkv=binder.linear(f"{block}attn.qkv", shapes),
+                proj=binder.linear(f"{block}attn.proj", shapes),
+                fc1=binder.linear(f"{block}mlp.linear_fc1", shapes),
+                fc2=binder.linear(f"{block}mlp.linear_fc2", shapes),
+            )
+            for block in (f"{prefix}blocks.{i}." for i in range(vision.depth))
+        ),
+        merger_norm=binder.layer_norm(f"{prefix}merger.norm", shapes),
+        merger_fc1=binder.linear(f"{prefix}merger.linear_fc1", shapes),
+        merger_fc2=binder.linear(f"{prefix}merger.linear_fc2", shapes),
     )
 
 

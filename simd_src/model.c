@@ -133,6 +133,8 @@ void fm_engine_destroy(fm_engine *e) {
 
 size_t fm_engine_scratch_bytes(const fm_engine *e) { return e->arena_bytes; }
 
+fm_pool *fm_engine_pool(const fm_engine *e) { return e->pool; }
+
 int fm_tier_supported(const char *tier) {
     fm_matmul_kernels kernels;
     return fm_ops_for(tier) != NULL && fm_matmul_kernels_for(tier, &kernels) == 0;

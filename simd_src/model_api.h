@@ -3,6 +3,9 @@
  *
  * One engine runs one call at a time. Arrays are C-contiguous; float is float32. T: tokens of the current pass.
  */
+#ifndef FERMION_MODEL_API_H
+#define FERMION_MODEL_API_H
+
 
 enum { FM_F32 = 0, FM_Q4 = 1 };             /* fm_matrix.dtype: row-major float32, or packed blocks (blocks.h) */
 enum { FM_DELTA_NET = 0, FM_ATTENTION = 1 }; /* fm_layer.kind */
@@ -63,6 +66,9 @@ typedef struct fm_engine fm_engine;
 fm_engine *fm_engine_create(const fm_model_spec *spec, const char *tier, int threads, const int *cpus);
 void fm_engine_destroy(fm_engine *engine);
 size_t fm_engine_scratch_bytes(const fm_engine *engine);
+/* The engine's threads, for work beside its own (pictures), between its calls. */
+typedef struct fm_pool fm_pool;
+fm_pool *fm_engine_pool(const fm_engine *engine);
 
 /* Starts a pass of T <= max_tokens tokens: their embeddings and rotary tables. positions: [T][3] (t, h, w). */
 void fm_pass_begin(fm_engine *engine, const int *ids, const int *positions, int tokens);
@@ -78,3 +84,5 @@ void fm_decode(fm_engine *engine, fm_sequence *sequence, int id, const int *posi
 
 /* Whether this build and this CPU can run the tier. */
 int fm_tier_supported(const char *tier);
+
+#endif

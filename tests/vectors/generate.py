@@ -1,6 +1,7 @@
-"""Dumps what the official implementation computes for two tiny random models, as the files beside this one.
+"""Dumps what the official implementation computes for three tiny random models, as the files beside this one.
 
-Needs torch 2.13 and transformers 5.24, which the project does not depend on: `python tests/vectors/generate.py`.
+Needs torch 2.13 and transformers 5.24, which the project does not depend on: `python tests/vectors/generate.py`, with
+names of models to make only those.
 Everything is seeded and runs on the CPU in float32 with eager attention. Traps that the models are built to spring:
 all one-dimensional parameters are perturbed (fresh norms are 0, which hides a missing +1), value heads differ from
 key heads in number, the head count of model B is no power of two, and its layer kinds do not follow the interval.
@@ -14,11 +15,19 @@ Per model: `<name>.safetensors` (weights), `<name>.json` (config.json) and `<nam
                    greedy_logits [starts][8][vocab]: before steps 0, 9, 18, ...
     mrope_tokens   [n], mrope_positions [n][3] with two picture-like grids inside; mrope_logits [n / 5][vocab];
                    mrope_delta; mrope_next [4][vocab]: logits of four more tokens (mrope_more) decoded after it
+Model C has a vision tower of odd sizes (heads of 28, 100 columns, a 6 x 6 table) and its own results, of pictures that
+tests/tiny_pictures.py makes:
+    picture_sizes  [n][3] height, width, seed; tower_<i> [tokens / 7][hidden]: every seventh row of the tower
+    prompt_<i>     tokens of a prompt; pictures_<i> [k][4] start, height, width, seed of the pictures in it
+    logits_<i>     [tokens / 3][vocab] every third position, then the last; delta_<i>; ids_<i> [64] greedy ids after it;
+                   next_<i> [8][vocab] logits before steps 0, 9, 18, ...
 Model A is stored in bfloat16 (its values are exact there) in both expert forms: `a.safetensors` fused and with an MTP
 layer, `a_per_expert.safetensors` as save_pretrained writes it. Model B is fused; its vectors are float32.
+Model C is stored like B.
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -26,8 +35,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from tiny_pictures import picture  # noqa: E402
+
 LENGTHS = [1, 2, 3, 4, 5, 17, 31, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 333]
 STARTS = [1, 5, 64, 200]
 STEPS = 64
@@ -38,6 +51,16 @@ VISION = {
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
     "deepstack_visual_indexes": [],
 }  # fmt: skip
+SIGHT = {**VISION, "depth": 2, "hidden_size": 56, "intermediate_size": 100, "num_position_embeddings": 36}
+# One token, less than a panel of patches, asymmetric both ways, more than one chunk of patches.
+PICTURES = [(32, 32, 0), (96, 160, 1), (256, 64, 2), (640, 672, 3)]
+# Pictures and lengths of text in turn: a picture first, one last, two in one prompt, one longer than a pass of 64.
+PROMPTS = [
+    [(96, 160, 1), 20],
+    [7, (160, 64, 4)],
+    [5, (64, 96, 5), 9, (128, 32, 6), 30],
+    [3, (320, 288, 7), 70, (32, 32, 0), 2],
+]
 TEXT = {
     "a": {
         "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -57,6 +80,7 @@ TEXT = {
         "rope_parameters": {**ROPE, "mrope_section": [2, 2, 2]},
     },
 }  # fmt: skip
+TEXT["c"] = TEXT["a"]
 
 
 def tiny_config(name: str) -> Qwen3_5MoeConfig:
@@ -65,7 +89,7 @@ def tiny_config(name: str) -> Qwen3_5MoeConfig:
         "tie_word_embeddings": False, "attention_bias": False, "eos_token_id": 2, "bos_token_id": 2,
         "mtp_num_hidden_layers": 1,
     }  # fmt: skip
-    vision = {**VISION, "out_hidden_size": text["hidden_size"]}
+    vision = {**(SIGHT if name == "c" else VISION), "out_hidden_size": text["hidden_size"]}
     vocab = text["vocab_size"]
     config = Qwen3_5MoeConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_id=vocab - 4,
@@ -113,6 +137,11 @@ class NearTie(Exception):
 
 def greedy(model, prompt):
     logits, cache = forward(model, prompt, text_positions(0, len(prompt)), None)
+    return go_on(model, logits, cache, len(prompt))
+
+
+def go_on(model, logits, cache, following):
+    """Greedy ids and some logits after a prompt; `following` is the next token's rotary position."""
     ids, kept = [], []
     for step in range(STEPS):
         top = torch.topk(logits[-1], 2)
@@ -122,7 +151,7 @@ def greedy(model, prompt):
         if step % 9 == 0:
             kept.append(logits[-1].numpy())
         ids.append(int(top.indices[0]))
-        logits, cache = forward(model, [ids[-1]], text_positions(len(prompt) + step, 1), cache)
+        logits, cache = forward(model, [ids[-1]], text_positions(following + step, 1), cache)
     return ids, np.stack(kept)
 
 
@@ -174,6 +203,54 @@ def dump(name: str, seed: int) -> None:
         mrope_logits=mrope_logits[::5].numpy(), mrope_delta=np.int32(following - len(positions)),
         mrope_more=np.array(more, np.int32), mrope_next=np.stack(nexts),
     )  # fmt: skip
+    save_model(name, model)
+
+
+def see(model, pictures):
+    """Inputs of the tower for pictures (height, width, seed), as the official preprocessor makes them."""
+    processor = Qwen2VLImageProcessorPil(
+        do_resize=False, image_mean=[0.5] * 3, image_std=[0.5] * 3, patch_size=16, merge_size=2
+    )
+    inputs = processor([picture(*size) for size in pictures], return_tensors="pt", input_data_format="channels_last")
+    return inputs["pixel_values"].float(), inputs["image_grid_thw"]
+
+
+def dump_pictures(seed: int) -> None:
+    name = "c"
+    model = tiny_model(name, seed)
+    vocab, pad = model.config.text_config.vocab_size, model.config.image_token_id
+    rng = np.random.default_rng(seed)
+    saved = {"picture_sizes": np.array(PICTURES, np.int32)}
+    for i, size in enumerate(PICTURES):
+        saved[f"tower_{i}"] = model.model.visual(*see(model, [size])).pooler_output[::7].numpy()
+    for i, parts in enumerate(PROMPTS):
+        ids, pictures = [], []
+        for part in parts:
+            if isinstance(part, int):
+                ids += rng.integers(0, vocab - 8, part).tolist()
+            else:
+                pictures.append((len(ids), *part))
+                ids += [pad] * (part[0] * part[1] // 1024)
+        pixels, grids = see(model, [size[1:] for size in pictures])
+        model.model.rope_deltas = None
+        tokens = torch.tensor([ids])
+        output = model(
+            input_ids=tokens, pixel_values=pixels, image_grid_thw=grids,
+            mm_token_type_ids=(tokens == pad).int(), use_cache=True,
+        )  # fmt: skip
+        delta = int(model.model.rope_deltas)
+        logits = output.logits[0]
+        greedy_ids, kept = go_on(model, logits, output.past_key_values, len(ids) + delta)
+        saved |= {
+            f"prompt_{i}": np.array(ids, np.int32), f"pictures_{i}": np.array(pictures, np.int32),
+            f"logits_{i}": torch.cat([logits[::3], logits[-1:]]).numpy(), f"delta_{i}": np.int32(delta),
+            f"ids_{i}": np.array(greedy_ids, np.int32), f"next_{i}": kept,
+        }  # fmt: skip
+    np.savez(HERE / f"{name}.npz", **saved)
+    save_model(name, model)
+
+
+def save_model(name: str, model) -> None:
     config = json.loads(model.config.to_json_string(use_diff=False))
     (HERE / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
     weights = {key: value.detach().contiguous() for key, value in model.state_dict().items()}
@@ -201,10 +278,12 @@ def mtp_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with torch.no_grad():
-        for model_name, first_seed in (("a", 100), ("b", 200)):
+        for model_name, first_seed in (("a", 100), ("b", 200), ("c", 300)):
+            if model_name not in (sys.argv[1:] or "abc"):
+                continue
             for seed in range(first_seed, first_seed + 100):
                 try:
-                    dump(model_name, seed)
+                    dump_pictures(seed) if model_name == "c" else dump(model_name, seed)
                     break
                 except NearTie as error:
                     print(f"model {model_name}, seed {seed}: {error}")
