@@ -388,6 +388,8 @@ class PrefixCache:
         entry = (node.entries or {}).get(tail_key)
         if entry is None or (entry.exact_pages != EXACT and exact_pages == EXACT):
             return False
+        if entry.ram is None and (self._index.disk is None or not self._index.disk.readable):
+            return False  # it is on a disk that has failed
         entry.used = self._index.requests
         if entry.disk is None:
             self._writer.enqueue(entry)

@@ -34,7 +34,7 @@ def served(
             stderr=subprocess.STDOUT,
         )
         try:
-            url = _wait_until_ready(process, log.fileno(), time.monotonic() + timeout_s)
+            url = wait_until_ready(process, log.fileno(), time.monotonic() + timeout_s)
             yield url
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0, _text(log.fileno())
@@ -61,7 +61,8 @@ def chat(url: str, text: str, timeout_s: float = 120.0, **fields: Any) -> dict[s
     return answer
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: int, deadline: float) -> str:
+def wait_until_ready(process: subprocess.Popen[bytes], log: int, deadline: float) -> str:
+    """Wait for a server whose output goes to the file `log`; its URL. AssertionError if it ends, or at `deadline`."""
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended with {process.returncode}:\n{_text(log)}"
         if found := re.search(r"running on (http://127\.0\.0\.1:\d+)", _text(log)):

@@ -24,7 +24,7 @@ from cache_fakes import (
     tokens,
 )
 
-from prefix_cache import Kind, clear_directory, fingerprint, list_directory
+from prefix_cache import Kind, Stored, clear_directory, fingerprint, list_directory
 from prefix_cache import format as fmt
 from prefix_cache import key as key_module
 from prefix_cache.files import Files
@@ -461,6 +461,19 @@ class BrokenFiles(Files):
             return original(*args)
 
         return call
+
+
+def test_after_a_read_error_memory_takes_what_the_disk_still_claims_to_have(tmp_path):
+    filled(tmp_path)
+    files = BrokenFiles(errno.EIO, "read_into")
+    cache = reopened(tmp_path, files=files)
+    files.armed = True
+    outcome, lease = cache.acquire(make_key(IDS))
+    assert (lease, outcome.miss_reason) == (None, "disk_error")
+    for info in cache.inspect():
+        assert store(cache, make_key(IDS), info.position) is Stored.STORED
+    assert hit(cache, make_key(IDS)) == max(info.position for info in cache.inspect())
+    assert cache.check_integrity() == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])

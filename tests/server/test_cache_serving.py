@@ -84,7 +84,8 @@ def serving(directory: Path, **settings: Any) -> Iterator[Client]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        wait_for(lambda: server.started and worker.is_ready)
+        wait_for(lambda: worker.failure or (server.started and worker.is_ready))
+        assert worker.failure is None, worker.failure
         yield Client(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", settings.get("api_key"))
     finally:
         server.should_exit = True
