@@ -13,14 +13,16 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelFileError
+from engine.image import PreprocessorConfig
 from engine.tokenizer import Tokenizer
 from server.cache_routes import CacheList, CachePin, CacheWarm
 from server.completions import Completions
 from server.config import ServerConfig
 from server.errors import ApiError
+from server.fetch import Fetcher
 from server.generation import ChoiceBuilder
 from server.images import PictureReader
 from server.inspect_routes import ApplyTemplate, Detokenize, MetricsPage, RequestState, Tokenize
@@ -28,7 +30,7 @@ from server.logprobs import TokenNames
 from server.messages import CountTokens, Messages
 from server.metrics import Metrics
 from server.openapi import OpenApi
-from server.prompt import GenerationDefaults, PromptBuilder
+from server.prompt import IMAGE_PAD, GenerationDefaults, PromptBuilder
 from server.responses import Responses
 from server.routes import ChatCompletions, Health, ModelEntry, ModelsList, Service
 from server.template import ChatTemplate
@@ -87,6 +89,27 @@ def create_service(
         keep_alive_s=keep_alive_s,
         max_body_bytes=max_body_bytes,
         pictures=pictures,
+    )
+
+
+def picture_reader(directory: Path, config: ServerConfig) -> PictureReader | None:
+    """What reads the pictures for the checkpoint in `directory`; None if its model has no vision tower.
+
+    ModelFileError, ConfigError: the checkpoint's files are missing or contradict each other.
+    """
+    model = ModelConfig.load(directory)
+    if model.vision is None:
+        return None
+    pad = Tokenizer.load(directory).added_tokens.get(IMAGE_PAD)
+    if pad is None or pad != model.image_token_id:
+        raise ModelFileError(
+            f"{directory}: image_token_id is {model.image_token_id}, but the tokenizer's {IMAGE_PAD} is {pad}"
+        )
+    return PictureReader(
+        PreprocessorConfig.load(directory, model.vision),
+        max_pixels=config.image_max_pixels,
+        per_request=config.max_images,
+        fetcher=Fetcher() if config.image_fetch else None,
     )
 
 
@@ -186,6 +209,7 @@ def make_server(config: ServerConfig, engine_config: EngineConfig) -> tuple[Grac
         request_timeout_s=config.request_timeout_s,
         keep_alive_s=config.keep_alive_s,
         max_body_bytes=config.max_body_bytes,
+        pictures=picture_reader(directory, config),
         shadow=config.shadow,
         preserve_thinking=config.preserve_thinking,
     )

@@ -65,9 +65,10 @@ class Metrics:
         )
 
     def watch(self, worker: EngineWorker) -> None:
-        """Report the queue of `worker` and its engine's prefix cache too."""
+        """Report the queue of `worker`, its engine's prefix cache and its vision tower too."""
         self._registry.register(_Queue(worker, self._labels))
         self._registry.register(_Cache(worker, self._labels))
+        self._registry.register(_Pictures(worker, self._labels))
 
     def observe(self, job: Job) -> None:
         """Take in a job that is over."""
@@ -156,6 +157,32 @@ class _Cache(Collector):
         for word, count in value.items():
             counter.add_metric([*values, word], count)
         return counter
+
+
+# Name -> text, and whether it only grows.
+_PICTURE_METRICS = {
+    "encoded": ("Pictures that the vision tower took.", True),
+    "reused": ("Pictures whose tokens were kept from an earlier request.", True),
+    "dropped": ("Pictures whose tokens were forgotten for want of room.", True),
+    "kept": ("Pictures whose tokens are kept.", False),
+    "bytes": ("Memory that they take.", False),
+}
+
+
+class _Pictures(Collector):
+    """What became of the pictures in prompts, read when it is asked for; nothing if the model does not see."""
+
+    def __init__(self, worker: EngineWorker, labels: dict[str, str]) -> None:
+        self._worker = worker
+        self._labels = labels
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in self._worker.picture_counters.items():
+            text, grows = _PICTURE_METRICS[name]
+            family = CounterMetricFamily if grows else GaugeMetricFamily
+            metric = family(f"fermion_pictures_{name}", text, labels=list(self._labels))
+            metric.add_metric(list(self._labels.values()), value)
+            yield metric
 
 
 def _sentence(name: str) -> str:

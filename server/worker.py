@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
 from engine.core import CacheControl, CacheReport, FinishReason, GenerationRequest, Progress, TokenLogprobs, TokenResult
@@ -42,6 +42,9 @@ class GeneratingEngine(Protocol):
 
     @property
     def cache(self) -> CacheControl | None: ...
+
+    @property
+    def picture_counters(self) -> Mapping[str, int]: ...
 
     def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]
@@ -114,6 +117,12 @@ class EngineWorker:
     def cache(self) -> CacheControl | None:
         """The engine's prefix cache; None before it is loaded, after it is closed, and without one."""
         return self._cache
+
+    @property
+    def picture_counters(self) -> Mapping[str, int]:
+        """What became of the pictures in prompts; empty while there is no engine, and if the model does not see."""
+        engine = self._engine
+        return {} if engine is None else engine.picture_counters
 
     @property
     def queued(self) -> int:

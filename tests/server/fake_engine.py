@@ -32,6 +32,7 @@ class FakeEngine:
         self.cached = 0
         self.reuses_last_prompt = False
         self.cache: CacheControl | None = None
+        self.picture_counters: dict[str, int] = {}
         self.error: Exception | None = None
         self.requests: list[GenerationRequest] = []
         self.outcomes: list[str] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -26,6 +28,18 @@ TIMER: dict[str, Any] = {
 
 def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+
+
+# A red circle left of a blue star.
+PICTURE = base64.b64encode((Path(__file__).parents[2] / "docs" / "picture.png").read_bytes()).decode()
+QUESTION = "What is left of the star?"
+SEEN = "The red circle."
+
+
+def shown(url: str = f"data:image/png;base64,{PICTURE}") -> Any:
+    """The question with the picture, as OpenAI's clients send it."""
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": "user", "content": [picture, {"type": "text", "text": QUESTION}]}]
 
 
 class Person(pydantic.BaseModel):
@@ -50,6 +64,7 @@ def test_litellm(url: str) -> None:
     assert message.reasoning_content
     chunks = litellm.completion(messages=hello, stream=True, **ask)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == GREETING
+    assert litellm.completion(messages=shown(), **ask).choices[0].message.content == SEEN
     timer: Any = [{"role": "user", "content": "Set a timer for 5 minutes."}]
     tools = [{"type": "function", "function": TIMER}]
     answer = litellm.completion(messages=timer, tools=tools, tool_choice="required", **ask)
@@ -65,6 +80,7 @@ def test_langchain(url: str) -> None:
     bound = chat.bind_tools([{"type": "function", "function": TIMER}], tool_choice="required")
     (call,) = bound.invoke("Set a timer for 5 minutes.").tool_calls
     assert (call["name"], call["args"]) == ("set_timer", {"minutes": 5})
+    assert chat.invoke([("user", shown()[0]["content"])]).content == SEEN
     question = "Anna is 5 years old and lives in Rome. Return JSON with the keys name, age and city."
     assert chat.with_structured_output(Person).invoke(question) == Person(name="Anna", age=5, city="Rome")
 
@@ -85,6 +101,8 @@ def test_pydantic_ai(url: str) -> None:
     result = agent.run_sync("What is the weather in Paris?")
     assert "21" in result.output
     assert len(result.all_messages()) == 4
+    picture = pydantic_ai.BinaryContent(base64.b64decode(PICTURE), media_type="image/png")
+    assert agent.run_sync([picture, QUESTION]).output == SEEN
 
 
 @needs("anthropic")
@@ -108,3 +126,23 @@ def test_anthropic(url: str) -> None:
     assert thought.thinking
     assert call.input == {"minutes": 5}
     assert client.messages.count_tokens(model=MODEL, messages=hello).input_tokens > 5
+    source = {"type": "base64", "media_type": "image/png", "data": PICTURE}
+    seeing: Any = [
+        {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]}
+    ]
+    assert client.messages.create(model=MODEL, max_tokens=100, messages=seeing).content[0].text == SEEN
+    assert client.messages.count_tokens(model=MODEL, messages=seeing).input_tokens > 12 + 5
+
+
+@needs("openai")
+def test_openai_responses(url: str) -> None:
+    openai = import_module("openai")
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    picture = {"type": "input_image", "image_url": f"data:image/png;base64,{PICTURE}", "detail": "auto"}
+    content: Any = [picture, {"type": "input_text", "text": QUESTION}]
+    response = client.responses.create(model=MODEL, input=[{"role": "user", "content": content}])
+    assert response.output_text == SEEN
+    assert client.chat.completions.create(model=MODEL, messages=shown()).choices[0].message.content == SEEN
+    with pytest.raises(openai.BadRequestError, match="does not fetch") as refused:
+        client.chat.completions.create(model=MODEL, messages=shown("https://example.com/a.png"))
+    assert refused.value.code == "image_fetch_disabled"

@@ -15,7 +15,7 @@ from http_client import answer, both, post, send, stream_events
 from live_server import MODEL, PREPROCESSOR, LiveServer, chat_body
 from picture_files import data_url, encode, pattern
 from PIL import Image
-from test_image import REFUSED, TURNS
+from test_image import REFUSED, TURNS, mutants, resident
 
 from engine.core import Prompt
 from engine.errors import RequestError
@@ -363,6 +363,32 @@ def test_kept_pictures_are_bounded(start_server: Callable[..., LiveServer], monk
     for data in [*files, *files]:
         prompt = prompt_of(live, chat_body([part(data)]))
         assert (prompt.images[0].pixels == loaded(data).pixels).all()
+
+
+def check_mutants(live: LiveServer, seed: int, count: int) -> set[int]:
+    """Damaged files are answered, or refused with the reason."""
+    seen = set()
+    for data in mutants(seed, count):
+        response = post(live, chat_body([part(data)], max_tokens=1))
+        seen.add(response.status)
+        if response.status != 200:
+            assert (response.status, response.error["param"]) == (400, "messages[0].content[0].image_url")
+            assert response.error["code"] in ("invalid_image", "image_too_large")
+            assert response.error["message"].endswith(".")
+        live.engine.requests.clear()
+    return seen
+
+
+def test_damaged_files_are_answered_or_refused(live: LiveServer) -> None:
+    assert check_mutants(live, seed=4, count=80) == {200, 400}
+
+
+@pytest.mark.exhaustive
+def test_five_thousand_damaged_files_over_http(live: LiveServer) -> None:
+    check_mutants(live, seed=5, count=500)
+    before = resident()
+    check_mutants(live, seed=6, count=4500)
+    assert resident() - before < 96 << 20
 
 
 def test_photographs_stand_upright(live: LiveServer) -> None:
