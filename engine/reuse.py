@@ -61,11 +61,12 @@ _LEAST_SNAPSHOTS = 2
 
 
 def template_markers(tokenizer: Tokenizer) -> Markers | None:
-    """The tokens that open a turn. None: the vocabulary has no turns."""
+    """The tokens that open turns and pictures. None: the vocabulary has no turns."""
     start = tokenizer.added_tokens.get("<|im_start|>")
     newline = tokenizer.encode("\n", allow_special=False)
     assistant = tokenizer.encode("assistant", allow_special=False)
-    return None if start is None or len(newline) != 1 else Markers(start, newline[0], assistant[0])
+    picture = tokenizer.added_tokens.get("<|vision_start|>")
+    return None if start is None or len(newline) != 1 else Markers(start, newline[0], assistant[0], picture)
 
 
 def cache_bytes(weights: Weights, config: EngineConfig) -> int:

@@ -45,11 +45,12 @@ class Cuts(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Markers:
     """Token ids of the chat template. turn_start opens a message, newline closes its header, assistant is the
-    token after turn_start in the assistant's header."""
+    token after turn_start in the assistant's header; picture announces a picture, None if there is no such token."""
 
     turn_start: int
     newline: int
     assistant: int
+    picture: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,11 @@ class Placement:
 def canonical_cuts(
     token_ids: npt.NDArray[np.integer], markers: Markers | None, media: Sequence[MediaSpan] = ()
 ) -> list[int]:
-    """Ascending cut positions in (0, tokens]: after each role header, at picture edges, and every 1,024 tokens
+    """Ascending cut positions in (0, tokens]: after each role header, before and after pictures, and every 1,024 tokens
     since the last cut. Headers other than the assistant's count only 128 tokens or more after the last cut.
 
     The cuts of a prefix are the cuts of the whole that lie inside it; resuming at one is exact.
-    markers None: the model has no chat template, only pictures and the 1,024 grid cut.
+    markers None: the model has no chat template, only ends of pictures and the 1,024 grid cut.
     """
     n = len(token_ids)
     events: dict[int, bool] = {}
@@ -78,10 +79,10 @@ def canonical_cuts(
                     always = int(token_ids[start + 1]) == markers.assistant
                     events[end] = events.get(end, False) or always
                     break
-    for span in media:
-        for edge in (span.start, span.start + span.count):
-            if 0 < edge <= n:
-                events[edge] = True
+        if markers.picture is not None:
+            events |= dict.fromkeys((np.flatnonzero(token_ids == markers.picture) + 1).tolist(), True)
+    # Where a picture begins is not known from what is before it, unless a token says so: no cut.
+    events |= {span.start + span.count: True for span in media if span.start + span.count <= n}
     cuts: list[int] = []
     last = 0
     for position in sorted(events):

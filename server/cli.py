@@ -466,6 +466,33 @@ def prefill(
             typer.echo(json.dumps(speed.as_json()))
 
 
+@bench.command()
+def vision(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Checkpoint directory; random weights of the 35B model's tower (0.9 GB) if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="Width of the picture in pixels.")] = 1024,
+    height: Annotated[int, typer.Option(min=1, help="Height of the picture in pixels.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 3,
+    simd_tier: SimdTier = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time of one picture in the vision tower, and how near that is to what the processors can do."""
+    with _exit_codes():
+        from engine.vision_bench import measure_vision
+
+        config = _engine_settings(model, simd_tier, threads, None, None).engine_config()
+        speed = measure_vision(model, config, width=width, height=height, rounds=rounds, report=_note)
+        typer.echo(speed.as_text())
+        if as_json:
+            typer.echo(json.dumps(speed.as_json()))
+
+
 @bench.command("make-synthetic")
 def make_synthetic(
     directory: Annotated[Path, typer.Argument(help="Checkpoint directory to create.", show_default=False)],

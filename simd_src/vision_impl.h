@@ -232,19 +232,15 @@ static void attend(const fm_vision_attend *a) {
 
 static double peak(long rounds) {
     vf acc[PEAK_CHAINS];
-    vf x = vset1(1.0f), y = vset1(0.5f);
+    vf x = vset1(0.5f), y = vset1(0.5f);
+    __asm__ volatile("" : "+x"(x), "+x"(y)); /* or the loop would be computed at compile time */
     UNROLL for (int i = 0; i < PEAK_CHAINS; i++) acc[i] = vset1((float)i);
     for (long round = 0; round < rounds; round++) {
-        UNROLL for (int i = 0; i < PEAK_CHAINS; i++) {
-            acc[i] = vfma(x, y, acc[i]);
-            __asm__ volatile("" : "+x"(acc[i])); /* or the loop would be computed at compile time */
-        }
+        UNROLL for (int i = 0; i < PEAK_CHAINS; i++) acc[i] = vfma(acc[i], x, y);
     }
-    float sink[VW];
-    for (int i = 0; i < PEAK_CHAINS; i++) {
-        vstore(sink, acc[i]);
-        __asm__ volatile("" : : "m"(sink));
-    }
+    float sink[PEAK_CHAINS * VW];
+    UNROLL for (int i = 0; i < PEAK_CHAINS; i++) vstore(sink + i * VW, acc[i]);
+    __asm__ volatile("" : : "r"(sink) : "memory");
     return (double)rounds * PEAK_CHAINS * VW;
 }
 

@@ -12,10 +12,17 @@ PACKAGES = ("server", "engine", "prefix_cache")
 
 # What of the engine the server may see. The command line alone starts tools.
 SERVER_SEES = {"engine.config", "engine.core", "engine.engine", "engine.errors", "engine.image", "engine.tokenizer"}
-COMMANDS = {"engine.bench", "engine.convert.cli", "engine.convert.synthetic", "engine.inventory", "engine.reuse"}
-# The native extension is bound once for text and once for pictures; the converter and the bandwidth probe bind
+COMMANDS = {
+    "engine.bench",
+    "engine.convert.cli",
+    "engine.convert.synthetic",
+    "engine.inventory",
+    "engine.reuse",
+    "engine.vision_bench",
+}
+# The native extension is bound once for text and once for pictures; the converter and the benchmarks bind
 # functions of their own.
-NATIVE = ("engine.cpu", "engine.vision", "engine.convert", "engine.probe")
+NATIVE = ("engine.cpu", "engine.vision", "engine.convert", "engine.probe", "engine.vision_bench")
 TRAINING = "engine.demo.recipe"
 
 

@@ -30,8 +30,18 @@ def test_long_text_is_cut_every_1024_tokens_since_the_last_cut():
     assert canonical_cuts(tokens, MARKERS) == [203, 1227, 2251]
 
 
-def test_pictures_cut_at_both_edges():
-    assert canonical_cuts(ids([9] * 300), None, [MediaSpan(50, 100, b"d" * 32)]) == [50, 150]
+def test_pictures_cut_behind_them_and_behind_the_token_before():
+    picture = [MediaSpan(50, 100, b"d" * 32)]
+    assert canonical_cuts(ids([9] * 300), None, picture) == [150]
+    announced = [9] * 49 + [7] + [9] * 250
+    assert canonical_cuts(ids(announced), Markers(START, NEWLINE, ASSISTANT, 7), picture) == [50, 150]
+
+
+def test_text_that_goes_on_without_a_picture_is_cut_alike():
+    announced = [9] * 49 + [7] + [9] * 250
+    with_picture = canonical_cuts(ids(announced), Markers(START, NEWLINE, ASSISTANT, 7), [MediaSpan(50, 9, b"d" * 32)])
+    text = canonical_cuts(ids(announced), Markers(START, NEWLINE, ASSISTANT, 7))
+    assert [cut for cut in with_picture if cut <= 50] == [cut for cut in text if cut <= 50] == [50]
 
 
 @settings(derandomize=True, max_examples=200)
