@@ -134,7 +134,7 @@ def test_pass_length_is_without_effect(checkpoint: Path, plain: Engine) -> None:
 
 
 def test_any_history_gives_the_bits_of_an_engine_without_cache(load: Load, plain: Engine) -> None:
-    """Branches, edits, cancels at any layer, evictions, disk, decoded turns and restarts, in random order."""
+    """Branches, edits, cancels at any layer, evictions, disk, decoded turns, shadows and restarts, in random order."""
     rng = random.Random(5)
     expected: dict[bytes, list[TokenResult]] = {}
     histories: list[list[list[int]]] = [[turn(0, 200)]]
@@ -151,7 +151,13 @@ def test_any_history_gives_the_bits_of_an_engine_without_cache(load: Load, plain
         if rng.random() < 0.3:
             cancel_after(engine, wanted, rng.randint(1, 30))
             cancelled += 1
+        if rng.random() < 0.4:
+            # Read ahead of another conversation, to its end or not, with an exact mind or not.
+            ahead = shadow(*rng.choice(histories[-6:]), exact=rng.random() < 0.5)
+            cancel_after(engine, ahead, rng.choice([3, 12, 1000]))
         results, report = run(engine, wanted)
+        gauges: Any = engine.cache.gauges() if engine.cache is not None else {}
+        assert gauges["ram_bytes_max"] <= 3 << 20
         name = wanted.prompt.token_ids.tobytes()
         if name not in expected:
             expected[name] = run(plain, wanted)[0]
