@@ -15,6 +15,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.cpu import resolve_tier
 from engine.placement import available_bytes, choose_threads, wanted_context
 from engine.state import PAGE_TOKENS, page_bytes, recurrent_bytes
+from engine.vision import picture_flops, work_bytes
 from engine.weights import StoredTensor, Weights, load_weights
 
 _TRANSPARENT_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -58,6 +59,19 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureCost:
+    """What one picture takes. tokens: of the prompt; gflop: of the tower; work_bytes: while it is in work; row_bytes:
+    of its rows, kept for when it comes again."""
+
+    width: int
+    height: int
+    tokens: int
+    gflop: float
+    work_bytes: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """A checkpoint on this machine. Sizes in bytes; context_length in tokens."""
 
@@ -71,6 +85,7 @@ class Inventory:
     pinned_to: tuple[int, ...] | None
     transparent_huge_pages: str
     memory_available: int
+    pictures: tuple[PictureCost, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -134,6 +149,11 @@ class Inventory:
             f"memory       {_size(self.weight_bytes + state)} needed, {_size(self.memory_available)} available",
             f"decode       moves {_size(self.decode_bytes(0))} per token, at {self.context_length} tokens "
             f"{_size(self.decode_bytes(self.context_length))}",
+            *(
+                f"picture      {p.width} x {p.height}: {p.tokens} tokens, {p.gflop:,.0f} GFLOP in the tower, "
+                f"{_size(p.work_bytes)} while it is in work"
+                for p in self.pictures
+            ),
             f"kernels      {self._kernels()}",
             f"huge pages   transparent: {self.transparent_huge_pages}",
         ]
@@ -146,6 +166,7 @@ class Inventory:
 def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
     """Look at a checkpoint as an engine with `config` would use it. Raises ModelFileError, ConfigError."""
     weights = load_weights(directory, ModelConfig.load(directory))
+    tier = resolve_tier(config.simd_tier)
     threads, pinned_to = choose_threads(config.threads)
     return Inventory(
         directory=str(directory),
@@ -153,11 +174,12 @@ def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
         parts=parts_of(weights),
         sequence=sequence_of(weights.config, kv_f32=config.compute == "f32"),
         context_length=wanted_context(weights.config, config),
-        tier=resolve_tier(config.simd_tier),
+        tier=tier,
         threads=threads,
         pinned_to=pinned_to,
         transparent_huge_pages=_transparent_huge_pages(),
         memory_available=available_bytes(),
+        pictures=pictures_of(weights.config, tier),
     )
 
 
@@ -176,6 +198,20 @@ def parts_of(weights: Weights) -> tuple[Part, ...]:
 def sequence_of(config: ModelConfig, *, kv_f32: bool) -> Sequence:
     """State of one sequence."""
     return Sequence(recurrent_bytes(config), page_bytes(config, kv_f32) // PAGE_TOKENS)
+
+
+def pictures_of(config: ModelConfig, tier: str) -> tuple[PictureCost, ...]:
+    """A small picture and a large one; none if the model does not see. Cost is quadratic in the area."""
+    vision = config.vision
+    if vision is None:
+        return ()
+
+    def cost(width: int, height: int) -> PictureCost:
+        tokens = (height // vision.token_side) * (width // vision.token_side)
+        work, gflop = work_bytes(vision, tier, height, width), 1e-9 * picture_flops(vision, height, width)
+        return PictureCost(width, height, tokens, gflop, work, 4 * tokens * vision.out_hidden_size)
+
+    return tuple(cost(side * vision.token_side, side * vision.token_side) for side in (8, 32))
 
 
 def _part_name(tensor: str) -> str:

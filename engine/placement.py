@@ -13,6 +13,9 @@ from engine.errors import ConfigError, OutOfMemory
 from engine.state import PAGE_TOKENS, page_bytes, recurrent_bytes
 
 _SPARE_SHARE = 0.1  # of the memory that is free: left to everything else
+PICTURE_ROWS_BYTES = 64 << 20
+"""Most bytes kept of what the vision tower made of pictures: 8 of 1,024 tokens at the 35B shape."""
+
 # Taken at import, before any engine pins the thread that loads it.
 _ALLOWED_CPUS = frozenset(os.sched_getaffinity(0))
 
@@ -74,7 +77,8 @@ def spare_bytes(model: ModelConfig, config: EngineConfig, weights_bytes: int) ->
 
 def _fixed_bytes(model: ModelConfig, config: EngineConfig, weights_bytes: int) -> int:
     unpacked = weights_bytes * 64 // 9 if config.compute == "f32" and model.quantized else 0  # 32 bits for every 4.5
-    return weights_bytes + unpacked + recurrent_bytes(model)
+    pictures = 0 if model.vision is None else PICTURE_ROWS_BYTES
+    return weights_bytes + unpacked + recurrent_bytes(model) + pictures
 
 
 def choose_threads(wanted: int | None) -> tuple[int, tuple[int, ...] | None]:

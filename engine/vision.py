@@ -17,14 +17,11 @@ from engine._simd import ffi, lib
 from engine.config import VISION_ROPE_THETA, ModelConfig, VisionConfig
 from engine.core import CacheOptions, Float32Array, ImageSpan, Int32Array, Prompt, UInt8Array
 from engine.errors import KernelError, OutOfMemory, RequestError
-from engine.placement import available_bytes
+from engine.placement import PICTURE_ROWS_BYTES, available_bytes
 from engine.weights import HalfArray, LayerNorm, Linear, VisionBlock, VisionWeights
 
 PIXEL_RULE = "(byte - 127.5) / 127.5"
 """What the tower makes of a byte of a picture: mean and deviation are one half in all published preprocessors."""
-
-ROWS_BYTES = 64 << 20
-"""Most bytes of rows that are kept of pictures seen before: 8 pictures of 1,024 tokens of the 35B shape."""
 
 _DIGEST_BYTES = 32
 
@@ -117,9 +114,8 @@ class VisionTower:
             self._tower = ffi.NULL
 
     def work_bytes(self, height: int, width: int) -> int:
-        """Memory that a picture of so many pixels takes while it is encoded."""
-        nbytes: int = lib.fm_vision_bytes(self._spec, self._tier.encode(), height, width)
-        return nbytes
+        """See `work_bytes`."""
+        return work_bytes(self.config, self._tier, height, width)
 
     def encode_steps(self, pixels: UInt8Array) -> Generator[int, None, Float32Array]:
         """Rows that take the place of a picture's placeholders: float32 [tokens, hidden of the text model].
@@ -166,11 +162,7 @@ class VisionTower:
 
     def _fill(self, weights: VisionWeights) -> Any:
         c = weights.config
-        spec = ffi.new("fm_vision_spec *")
-        spec.depth, spec.hidden, spec.inner = c.depth, c.hidden_size, c.intermediate_size
-        spec.heads, spec.out = c.num_heads, c.out_hidden_size
-        spec.channels, spec.frames = c.in_channels, c.temporal_patch_size
-        spec.patch, spec.merge, spec.table_side = c.patch_size, c.spatial_merge_size, c.table_side
+        spec = _sizes(c)
         spec.byte_value = self._floats(np.tile(_byte_values(), (c.in_channels, 1)))
         spec.frequency = self._floats(_frequencies(c.hidden_size // c.num_heads))
         self._linear(spec.patch_embed, weights.patch_embed)
@@ -212,6 +204,33 @@ class VisionTower:
         target.weight, target.bias = self._floats(norm.weight), self._floats(norm.bias)
 
 
+def work_bytes(vision: VisionConfig, tier: str, height: int, width: int) -> int:
+    """Memory that a picture of so many pixels takes while it is encoded, its rows not counted."""
+    nbytes: int = lib.fm_vision_bytes(_sizes(vision), tier.encode(), height, width)
+    return nbytes
+
+
+def picture_flops(vision: VisionConfig, height: int, width: int) -> float:
+    """Floating-point operations of the matrix products of one picture; all else is little beside them."""
+    patches = height * width // vision.patch_size**2
+    hidden, group = vision.hidden_size, vision.spatial_merge_size**2
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    block = 4 * hidden * hidden + 2 * hidden * vision.intermediate_size
+    attention = 2 * patches * hidden
+    merger = hidden * (group * hidden + vision.out_hidden_size)
+    return 2.0 * patches * (values * hidden + vision.depth * (block + attention) + merger)
+
+
+def _sizes(vision: VisionConfig) -> Any:
+    """The part of fm_vision_spec that is numbers."""
+    spec = ffi.new("fm_vision_spec *")
+    spec.depth, spec.hidden, spec.inner = vision.depth, vision.hidden_size, vision.intermediate_size
+    spec.heads, spec.out = vision.num_heads, vision.out_hidden_size
+    spec.channels, spec.frames = vision.in_channels, vision.temporal_patch_size
+    spec.patch, spec.merge, spec.table_side = vision.patch_size, vision.spatial_merge_size, vision.table_side
+    return spec
+
+
 def _byte_values() -> Float32Array:
     """PIXEL_RULE for each byte: float32 [256]."""
     return (np.arange(256, dtype=np.float32) - np.float32(127.5)) / np.float32(127.5)
@@ -230,7 +249,7 @@ class PictureRows:
     One tenant's pictures are never served to another: answers would be the same, but their speed would tell.
     """
 
-    def __init__(self, tower: VisionTower, capacity: int = ROWS_BYTES) -> None:
+    def __init__(self, tower: VisionTower, capacity: int = PICTURE_ROWS_BYTES) -> None:
         self.config = tower.config
         self._tower = tower
         self._capacity = capacity

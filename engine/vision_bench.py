@@ -22,7 +22,7 @@ from engine.core import Float32Array
 from engine.cpu import resolve_tier
 from engine.errors import ConfigError, OutOfMemory
 from engine.placement import choose_threads
-from engine.vision import VisionTower
+from engine.vision import VisionTower, picture_flops
 from engine.weights import HalfArray, LayerNorm, Linear, VisionBlock, VisionWeights, load_weights
 
 PUBLISHED = VisionConfig(
@@ -115,7 +115,8 @@ def measure_vision(
         finally:
             tower.close()
     patches = height * width // weights.config.patch_size**2
-    gflop, median, peak = 1e-9 * flops(weights.config, patches), statistics.median(seconds), statistics.median(peaks)
+    gflop = 1e-9 * picture_flops(weights.config, height, width)
+    median, peak = statistics.median(seconds), statistics.median(peaks)
     return VisionSpeed(
         kind="vision",
         model="published shape, random weights" if directory is None else str(directory),
@@ -133,16 +134,6 @@ def measure_vision(
         peak_share=gflop / median / peak,
         work_bytes=work_bytes,
     )
-
-
-def flops(vision: VisionConfig, patches: int) -> float:
-    """Floating-point operations of the matrix products of one picture; all else is little beside them."""
-    hidden, group = vision.hidden_size, vision.spatial_merge_size**2
-    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    block = 4 * hidden * hidden + 2 * hidden * vision.intermediate_size
-    merger = group * hidden * (group * hidden + vision.out_hidden_size) / group
-    attention = 2 * patches * hidden
-    return 2.0 * patches * (values * hidden + vision.depth * (block + attention) + merger)
 
 
 def random_weights(vision: VisionConfig, seed: int = 0) -> VisionWeights:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import packed_checkpoint
 
 from engine import bench
 from engine.bench import measure_decode, measure_prefill
 from engine.config import EngineConfig
 from engine.errors import ConfigError, OutOfMemory
+from engine.vision_bench import measure_vision
 from server.config import DEMO_CHECKPOINT
 
 CONTRACT = {"tokens_per_s", "gb_per_s", "bandwidth_share", "tier", "threads"}
@@ -65,3 +67,24 @@ def test_the_last_line_is_json_with_the_probe_beside_it() -> None:
     values = json.loads(result.stdout.splitlines()[-1])
     assert values.keys() >= CONTRACT
     assert 0 < values["bandwidth_share"] == pytest.approx(values["gb_per_s"] / values["probe_gb_per_s"], rel=1e-3)
+
+
+def test_vision_figures_fit_together() -> None:
+    speed = measure_vision(
+        DEMO_CHECKPOINT, EngineConfig(threads=1), width=96, height=64, rounds=1, report=lambda text: None
+    )
+    values = speed.as_json()
+    assert (speed.patches, speed.tokens, speed.threads) == (24, 6, 1)
+    assert speed.peak_share == pytest.approx(speed.gflop / speed.seconds / speed.peak_gflop_per_s)
+    assert values.keys() >= {"gflop_per_s", "peak_gflop_per_s", "peak_share", "tier", "threads"}
+    assert "96 x 64 pixels, 6 tokens" in speed.as_text()
+
+
+def test_vision_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="100 x 64 pixels, expected sides that are multiples of 32"):
+        measure_vision(
+            DEMO_CHECKPOINT, EngineConfig(threads=1), width=100, height=64, rounds=1, report=lambda text: None
+        )
+    text_only = packed_checkpoint(tmp_path / "text")
+    with pytest.raises(ConfigError, match="this checkpoint has no vision tower"):
+        measure_vision(text_only, EngineConfig(threads=1), width=64, height=64, rounds=1, report=lambda text: None)

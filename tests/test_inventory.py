@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from engine.convert.plan import build_plan
 from engine.convert.source_config import geometry
 from engine.convert.synthetic import RandomCheckpoint, Shape, published_config
 from engine.errors import ConfigError, ModelFileError
-from engine.inventory import Inventory, parts_of, sequence_of, take_inventory
+from engine.inventory import Inventory, parts_of, pictures_of, sequence_of, take_inventory
+from engine.vision_bench import PUBLISHED
 from server.config import DEMO_CHECKPOINT
 
 
@@ -82,6 +84,23 @@ def test_the_demo_model_is_read_from_its_files() -> None:
     with pytest.raises(ConfigError, match=r"context_length is 99999999 tokens, this model has at most \d+"):
         take_inventory(DEMO_CHECKPOINT, EngineConfig(threads=1, context_length=99_999_999))
     assert {part.name for part in inventory.parts} >= {"experts", "delta net", "attention", "vision tower"}
+
+
+def test_what_pictures_cost_at_the_published_shape() -> None:
+    config = parse_config(Path("config.json"), published_config(Shape()))
+    small, large = pictures_of(dataclasses.replace(config, vision=PUBLISHED), "scalar")
+    assert (small.tokens, large.tokens) == (64, 1024)
+    assert small.gflop == pytest.approx(224, rel=0.01)
+    assert large.gflop == pytest.approx(5532, rel=0.001)
+    assert 4096 * 4 * 4 * 1152 < large.work_bytes < 150e6
+    assert large.row_bytes == 1024 * 2048 * 4
+    assert pictures_of(config, "scalar") == ()
+
+
+def test_the_demo_model_tells_what_pictures_cost() -> None:
+    inventory = take_inventory(DEMO_CHECKPOINT, EngineConfig(threads=1, context_length=128))
+    assert "256 x 256: 64 tokens" in inventory.as_text()
+    assert inventory.as_json()["pictures"][1]["tokens"] == 1024
 
 
 def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,15 @@ from tiny_models import VECTORS
 
 from engine.config import EngineConfig, parse_config
 from engine.errors import ConfigError
-from engine.placement import available_bytes, choose_threads, cpu_quota, physical_cpus, place, spare_bytes
+from engine.placement import (
+    PICTURE_ROWS_BYTES,
+    available_bytes,
+    choose_threads,
+    cpu_quota,
+    physical_cpus,
+    place,
+    spare_bytes,
+)
 from engine.state import recurrent_bytes
 
 MODEL = parse_config(VECTORS / "a.json", json.loads((VECTORS / "a.json").read_text()))
@@ -82,13 +90,20 @@ def test_available_memory_respects_the_control_group(tmp_path: Path) -> None:
 def test_the_prefix_cache_takes_from_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.placement.available_bytes", lambda: 100 << 20)
     settings = EngineConfig(threads=1)
-    model = dataclasses.replace(MODEL, max_position_embeddings=1 << 24)
+    model = dataclasses.replace(MODEL, max_position_embeddings=1 << 24, vision=None)
     alone, beside = place(model, settings, 10 << 20), place(model, settings, 10 << 20, 40 << 20)
     per_token = alone.kv_bytes_per_token
     assert (alone.context_length - beside.context_length) * per_token == pytest.approx(40 << 20, rel=0.01)
     spare = spare_bytes(model, settings, 10 << 20)
     assert spare == int((100 << 20) * 0.9) - (10 << 20) - recurrent_bytes(model)
     assert spare_bytes(model, settings, 1 << 30) == 0
+
+
+def test_room_for_pictures_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.placement.available_bytes", lambda: 1 << 30)
+    settings = EngineConfig(threads=1)
+    blind = dataclasses.replace(MODEL, vision=None)
+    assert spare_bytes(blind, settings, 0) - spare_bytes(MODEL, settings, 0) == PICTURE_ROWS_BYTES
 
 
 def test_a_context_longer_than_the_models_is_refused() -> None:
