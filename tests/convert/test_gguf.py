@@ -229,7 +229,7 @@ def test_whole_model_in_each_type(tmp_path: Path, kind: GGMLQuantizationType) ->
     in the published order of rows and columns."""
     rng, wide = np.random.default_rng(7), tiny.WIDE_CONFIG
     weights = exact_norms(tiny.random_weights(vision=False, text=wide))
-    stored = tiny_gguf.text_tensors(weights, fused=False, value_dim=64)
+    stored = tiny_gguf.text_tensors(weights, fused=False, text=wide)
     blocks = {
         name: (kind, blocks_of(kind, value, rng))
         for name, value in stored.items()
@@ -268,7 +268,7 @@ def test_mixed_types_become_a_checkpoint_that_runs(tmp_path: Path) -> None:
     """As published files are: Q4_K with Q6_K for what is sensitive, to 4 bits, loaded and run."""
     rng, wide = np.random.default_rng(8), tiny.WIDE_CONFIG
     weights = exact_norms(tiny.random_weights(vision=False, text=wide))
-    stored = tiny_gguf.text_tensors(weights, fused=True, value_dim=64)
+    stored = tiny_gguf.text_tensors(weights, fused=True, text=wide)
     blocks = {}
     for name, value in stored.items():
         if not any(part in name for part in KEPT_FLOAT):

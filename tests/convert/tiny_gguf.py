@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from gguf.quants import quantize
 from tiny_checkpoint import PREFIX, TEXT_CONFIG, Weights
 
 ARCHITECTURE = "qwen35moe"
-LAYERS, KEY_HEADS, VALUE_HEADS = 4, 2, 4
+KEY_HEADS, VALUE_HEADS = 2, 4
 F32 = GGMLQuantizationType.F32
 
 LAYER_NAMES = {
@@ -46,11 +46,17 @@ OTHER_NAMES = {
     f"{PREFIX}embed_tokens.weight": "token_embd.weight",
     f"{PREFIX}norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
-    "mtp.fc.weight": f"blk.{LAYERS}.nextn.eh_proj.weight",
-    "mtp.pre_fc_norm_embedding.weight": f"blk.{LAYERS}.nextn.enorm.weight",
-    "mtp.pre_fc_norm_hidden.weight": f"blk.{LAYERS}.nextn.hnorm.weight",
-    "mtp.norm.weight": f"blk.{LAYERS}.nextn.shared_head_norm.weight",
 }
+MTP_NAMES = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
+TOKENS = (
+    ("a", 1), ("b", 1), ("ab", 1), ("<|endoftext|>", 3), ("<|im_end|>", 3), ("<think>", 4), ("<|image_pad|>", 3),
+    ("[PAD7]", 5),
+)  # fmt: skip
 VISION_NAMES = {
     "pos_embed": "v.position_embd",
     "patch_embed.proj": "v.patch_embd",
@@ -107,18 +113,21 @@ def reordered(
     return order(value, 1, value_dim) if "out_proj" in name else value
 
 
-def text_name(name: str) -> str:
-    """Stored name of a published text tensor."""
+def text_name(name: str, layers: int = 4) -> str:
+    """Stored name of a published text tensor of a model with so many layers."""
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
+    if name in MTP_NAMES:
+        return f"blk.{layers}.{MTP_NAMES[name]}"
     head, index, suffix = name.removeprefix(PREFIX).removeprefix("mtp.").split(".", 2)
     assert head == "layers"
-    return f"blk.{LAYERS if name.startswith('mtp.') else index}.{LAYER_NAMES[suffix]}"
+    return f"blk.{layers if name.startswith('mtp.') else index}.{LAYER_NAMES[suffix]}"
 
 
-def text_tensors(weights: Weights, *, fused: bool, value_dim: int = 32) -> Weights:
+def text_tensors(weights: Weights, *, fused: bool, text: dict[str, Any] = TEXT_CONFIG) -> Weights:
     """All text tensors as stored, gate and up together or apart."""
-    stored = {text_name(n): transformed(n, v, value_dim) for n, v in weights.items() if "visual" not in n}
+    layers, value_dim = text["num_hidden_layers"], text["linear_value_head_dim"]
+    stored = {text_name(n, layers): transformed(n, v, value_dim) for n, v in weights.items() if "visual" not in n}
     if not fused:
         for name in [name for name in stored if "gate_up_exps" in name]:
             both = stored.pop(name)
@@ -153,22 +162,26 @@ def write_text(
     blocks: dict[str, tuple[GGMLQuantizationType, npt.NDArray[np.uint8]]] | None = None,
     split_tensors: int = 0,
     text: dict[str, Any] = TEXT_CONFIG,
+    tokens: Sequence[tuple[str, int]] = TOKENS,
+    merges: Sequence[str] = ("a b",),
+    end: int = 4,
 ) -> None:
-    """The text model; `quantized` names the tensors that are not F32, `blocks` those whose bytes are given instead."""
+    """The text model; `quantized` names the tensors that are not F32, `blocks` those whose bytes are given instead.
+    tokens: text and type number; end: the id that ends an answer."""
     writer = GGUFWriter(path, ARCHITECTURE, split_max_tensors=split_tensors)
-    writer.add_block_count(LAYERS + int(mtp))
+    writer.add_block_count(text["num_hidden_layers"] + int(mtp))
     writer.add_context_length(text["max_position_embeddings"])
     writer.add_embedding_length(text["hidden_size"])
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    writer.add_head_count(text["num_attention_heads"])
+    writer.add_head_count_kv(text["num_key_value_heads"])
     writer.add_key_length(text["head_dim"])
     writer.add_value_length(text["head_dim"])
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e7)
+    writer.add_rope_freq_base(text["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(int(text["head_dim"] * text["rope_parameters"]["partial_rotary_factor"]))
     writer.add_array(f"{ARCHITECTURE}.rope.dimension_sections", [*text["rope_parameters"]["mrope_section"], 0])
     writer.add_expert_count(text["num_experts"])
-    writer.add_expert_used_count(2)
+    writer.add_expert_used_count(text["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(text["moe_intermediate_size"])
     writer.add_expert_shared_feed_forward_length(text["shared_expert_intermediate_size"])
     writer.add_ssm_conv_kernel(4)
@@ -181,10 +194,10 @@ def write_text(
         writer.add_uint32(f"{ARCHITECTURE}.nextn_predict_layers", 1)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen35")
-    writer.add_token_list(["a", "b", "ab", "<|endoftext|>", "<|im_end|>", "<think>", "<|image_pad|>", "[PAD7]"])
-    writer.add_token_types([1, 1, 1, 3, 3, 4, 3, 5])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(4)
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_token_merges(list(merges))
+    writer.add_eos_token_id(end)
     writer.add_chat_template("{{ messages }}")
     _write(writer, tensors, quantized or {}, blocks or {})
 
