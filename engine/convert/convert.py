@@ -113,7 +113,7 @@ def _open_gguf(source: Path, vision_file: Path | None, notes: list[str]) -> _Ope
     else:
         notes.append("no vision file given: the checkpoint will not read pictures")
     config = gguf_config.model_config(keys, entries, vision)
-    provider = GgufCheckpoint(entries, geometry(source, config))
+    provider = GgufCheckpoint(source, entries, geometry(source, config))
     return _Opened(config, provider, None, gguf_config.side_files(keys, vision))
 
 

@@ -38,7 +38,7 @@ class GgufKeys:
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         """metadata: as `gguf_file.read_gguf` returns it."""
-        self._path, self._metadata = path, metadata
+        self.path, self._metadata = path, metadata
 
     def optional(self, key: str, default: Any) -> Any:
         """The value, or the default where the key is absent."""
@@ -50,42 +50,42 @@ class GgufKeys:
         if isinstance(value, list) and len({v for v in value if v != 0}) == 1:
             value = max(value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise ModelFileError(f"{self._path}: key {key!r} is {_brief(value)}, expected a positive integer")
+            raise ModelFileError(f"{self.path}: key {key!r} is {_brief(value)}, expected a positive integer")
         return value
 
     def count(self, key: str, default: int) -> int:
         """A number of things, possibly none, that may be left out."""
         value = self._metadata.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-            raise ModelFileError(f"{self._path}: key {key!r} is {_brief(value)}, expected a number of things")
+            raise ModelFileError(f"{self.path}: key {key!r} is {_brief(value)}, expected a number of things")
         return value
 
     def number(self, key: str) -> float:
         """A float. GGUF holds float32, so it is rounded to the 7 digits that float32 vouches for."""
         value = self._metadata.get(key)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelFileError(f"{self._path}: key {key!r} is {_brief(value)}, expected a number")
+            raise ModelFileError(f"{self.path}: key {key!r} is {_brief(value)}, expected a number")
         return float(f"{value:.7g}")
 
     def text(self, key: str) -> str:
         """A string."""
         value = self._metadata.get(key)
         if not isinstance(value, str):
-            raise ModelFileError(f"{self._path}: key {key!r} is {_brief(value)}, expected a string")
+            raise ModelFileError(f"{self.path}: key {key!r} is {_brief(value)}, expected a string")
         return value
 
     def array(self, key: str, kind: type) -> list[Any]:
         """A list whose elements are all of `kind`."""
         value = self._metadata.get(key)
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise ModelFileError(f"{self._path}: key {key!r} is {_brief(value)}, expected a list of {kind.__name__}")
+            raise ModelFileError(f"{self.path}: key {key!r} is {_brief(value)}, expected a list of {kind.__name__}")
         return value
 
     def require(self, key: str, expected: object) -> None:
         """Refuses any other value."""
         if self._metadata.get(key) != expected:
             raise ModelFileError(
-                f"{self._path}: key {key!r} is {_brief(self._metadata.get(key))}, expected {expected!r}"
+                f"{self.path}: key {key!r} is {_brief(self._metadata.get(key))}, expected {expected!r}"
             )
 
 
@@ -138,9 +138,11 @@ def _text_config(keys: GgufKeys, entries: dict[str, GgufEntry]) -> Json:
     mtp = keys.count(f"{ARCHITECTURE}.nextn_predict_layers", 0)
     layers = size("block_count") - mtp
     if mtp not in (0, 1) or not 0 < layers <= 1024:
-        raise ModelFileError(f"block_count {layers + mtp} with nextn_predict_layers {mtp} is not supported")
+        raise ModelFileError(
+            f"{keys.path}: block_count {layers + mtp} with nextn_predict_layers {mtp} is not supported"
+        )
     if "token_embd.weight" not in entries:
-        raise ModelFileError("tensor 'token_embd.weight' is missing")
+        raise ModelFileError(f"{keys.path}: tensor 'token_embd.weight' is missing")
     head_dim, rotary = size("attention.key_length"), size("rope.dimension_count")
     value_heads = size("ssm.time_step_rank")
     sections = keys.array(f"{ARCHITECTURE}.rope.dimension_sections", int)
@@ -203,10 +205,10 @@ def _vision_config(keys: GgufKeys, entries: dict[str, GgufEntry]) -> Json:
     if keys.optional("clip.vision.is_deepstack_layers", None) and any(
         keys.array("clip.vision.is_deepstack_layers", bool)
     ):
-        raise ModelFileError("the vision file has deepstack layers: not supported")
+        raise ModelFileError(f"{keys.path}: the vision tower has deepstack layers: not supported")
     for name in ("v.position_embd.weight", "v.patch_embd.weight"):
         if name not in entries:
-            raise ModelFileError(f"tensor {name!r} is missing")
+            raise ModelFileError(f"{keys.path}: tensor {name!r} is missing")
     return {
         "depth": keys.integer("clip.vision.block_count"),
         "hidden_size": keys.integer("clip.vision.embedding_length"),
@@ -231,7 +233,7 @@ def _tokenizer(keys: GgufKeys) -> Json:
     types = keys.array("tokenizer.ggml.token_type", int)
     merges = keys.array("tokenizer.ggml.merges", str)
     if len(types) != len(tokens):
-        raise ModelFileError(f"{len(tokens)} tokens but {len(types)} token types")
+        raise ModelFileError(f"{keys.path}: {len(tokens)} tokens but {len(types)} token types")
     added = [
         {
             "id": index,

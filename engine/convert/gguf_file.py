@@ -65,7 +65,7 @@ class GgufSource:
             raise ModelFileError(
                 f"{entry.path}: tensor {entry.name!r}: rows of {cols} do not hold whole {type_name} blocks of {block}"
             )
-        self.name, self.cols = entry.name, cols
+        self.path, self.name, self.cols = entry.path, entry.name, cols
         self.rows = prod(entry.shape) // cols
         self.identity = f"{file_identity(entry.path)}:{entry.name}:{entry.type}:{entry.begin}:{entry.end}"
         self._entry = entry

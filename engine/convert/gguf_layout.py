@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class _MinusOne:
     """Norm weights: GGUF stores 1 + w, the published form is w."""
 
     def __init__(self, source: RowSource) -> None:
-        self.name, self.rows, self.cols = source.name, source.rows, source.cols
+        self.path, self.name, self.rows, self.cols = source.path, source.name, source.rows, source.cols
         self.identity = f"minus-one({source.identity})"
         self._source = source
 
@@ -92,14 +93,16 @@ class _LogOfNegative:
     """A_log: GGUF stores -exp(A_log)."""
 
     def __init__(self, source: RowSource) -> None:
-        self.name, self.rows, self.cols = source.name, source.rows, source.cols
+        self.path, self.name, self.rows, self.cols = source.path, source.name, source.rows, source.cols
         self.identity = f"log-of-negative({source.identity})"
         self._source = source
 
     def read(self, row0: int, row1: int) -> Float32Array:
         decay = self._source.read(row0, row1)
         if not (decay < 0).all():
-            raise ModelFileError(f"tensor {self.name!r}: expected negative values (-exp(A_log)), got {decay.max()}")
+            raise ModelFileError(
+                f"{self.path}: tensor {self.name!r}: expected negative values (-exp(A_log)), got {decay.max()}"
+            )
         return np.log(-decay.astype(np.float64)).astype(np.float32)
 
 
@@ -107,7 +110,7 @@ class _ReorderedColumns:
     """Columns taken in another order."""
 
     def __init__(self, source: RowSource, order: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-        self.name, self.rows, self.cols = source.name, source.rows, source.cols
+        self.path, self.name, self.rows, self.cols = source.path, source.name, source.rows, source.cols
         self.identity = f"columns({source.identity},{order.tolist()})"
         self._source, self._order = source, order
 
@@ -119,7 +122,7 @@ class _InterleavedPatches:
     """The patch convolution: GGUF keeps its two time steps apart, the published form is [out, channel, time, y, x]."""
 
     def __init__(self, first: RowSource, second: RowSource, channels: int) -> None:
-        self.name, self.rows, self.cols = first.name, first.rows, 2 * first.cols
+        self.path, self.name, self.rows, self.cols = first.path, first.name, first.rows, 2 * first.cols
         self.identity = f"interleaved({first.identity},{second.identity})"
         self._parts, self._channels = (first, second), channels
 
@@ -131,8 +134,10 @@ class _InterleavedPatches:
 class GgufCheckpoint:
     """Answers for the tensors of a GGUF model and its optional vision file; see `plan.TensorProvider`."""
 
-    def __init__(self, entries: dict[str, GgufEntry], geometry: ModelConfig) -> None:
-        """entries: of all files, names must not collide; geometry: of the text model and the vision tower."""
+    def __init__(self, path: Path, entries: dict[str, GgufEntry], geometry: ModelConfig) -> None:
+        """path: the (first) file of the model; entries: of all files, names must not collide; geometry: of the text
+        model and the vision tower."""
+        self.path = path
         self._entries = entries
         self._geometry = geometry
         self._mtp_block = geometry.num_hidden_layers
@@ -176,7 +181,7 @@ class GgufCheckpoint:
         """From the stored down projection."""
         name = f"{self._block(prefix)}ffn_down_exps.weight"
         if name not in self._entries:
-            raise ModelFileError(f"tensor {name!r} is missing")
+            raise ModelFileError(f"{self.path}: tensor {name!r} is missing")
         return self._entries[name].shape[0]
 
     def has(self, prefix: str) -> bool:
@@ -218,7 +223,7 @@ class GgufCheckpoint:
     def _take(self, stored: str, name: str, shape: tuple[int, ...]) -> GgufSource:
         entry = self._entries.get(stored)
         if entry is None:
-            raise ModelFileError(f"tensor {stored!r} ({name}) is missing")
+            raise ModelFileError(f"{self.path}: tensor {stored!r} ({name}) is missing")
         # Unit dimensions come and go between the layouts: [C, 1, 4] is stored [C, 4], and [1, H] as [H].
         if tuple(d for d in entry.shape if d != 1) != tuple(d for d in shape if d != 1):
             raise ModelFileError(f"{entry.path}: tensor {stored!r}: expected shape {shape}, got {entry.shape}")
@@ -241,7 +246,7 @@ class GgufCheckpoint:
     def _patch_embedding(self, shape: tuple[int, ...]) -> tuple[Segment, ...]:
         out, channels, times, height, width = shape
         if times != 2:
-            raise ModelFileError(f"the vision file holds 2 temporal slices, the configuration says {times}")
+            raise ModelFileError(f"{self.path}: a vision file holds 2 temporal slices, the configuration says {times}")
         name = "model.visual.patch_embed.proj.weight"
         parts = [
             self._take(f"v.patch_embd.weight{suffix}", name, (out, channels, height, width)) for suffix in ("", ".1")

@@ -19,7 +19,7 @@ class HfCheckpoint:
 
     def __init__(self, directory: Path, entries: dict[str, TensorEntry]) -> None:
         """`entries`: stored name -> place, as `safetensors.read_checkpoint` returns them."""
-        self._directory = directory
+        self.path = directory
         self._entries = entries
         self._taken: set[str] = set()
         multimodal = any(name.startswith(PREFIX) for name in entries)
@@ -59,7 +59,7 @@ class HfCheckpoint:
             return max(numbers) + 1
         fused = f"{stored}experts.gate_up_proj"
         if fused not in self._entries:
-            raise ModelFileError(f"{self._directory}: tensor {fused!r} is missing, and so are per-expert tensors")
+            raise ModelFileError(f"{self.path}: tensor {fused!r} is missing, and so are per-expert tensors")
         shape = self._entries[fused].shape
         return shape[0] if shape else 0
 
@@ -81,7 +81,7 @@ class HfCheckpoint:
     def _take(self, name: str, shape: tuple[int, ...]) -> RowSource:
         entry = self._entries.get(name)
         if entry is None:
-            raise ModelFileError(f"{self._directory}: tensor {name!r} is missing")
+            raise ModelFileError(f"{self.path}: tensor {name!r} is missing")
         if entry.shape != shape:
             raise ModelFileError(f"{entry.path}: tensor {name!r}: expected shape {shape}, got {entry.shape}")
         self._taken.add(name)

@@ -16,7 +16,7 @@ class PackedCheckpoint:
 
     def __init__(self, directory: Path, entries: dict[str, TensorEntry]) -> None:
         """`entries`: stored name -> place, as `safetensors.read_checkpoint` returns them."""
-        self._directory = directory
+        self.path = directory
         self._entries = entries
         self._taken: set[str] = set()
 
@@ -54,7 +54,7 @@ class PackedCheckpoint:
     def _entry(self, name: str) -> TensorEntry:
         entry = self._entries.get(name)
         if entry is None:
-            raise ModelFileError(f"{self._directory}: tensor {name!r} is missing")
+            raise ModelFileError(f"{self.path}: tensor {name!r} is missing")
         return entry
 
     def _take(self, name: str, shape: tuple[int, ...]) -> RowSource | PackedSource:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 from engine.config import LayerType, ModelConfig, VisionConfig
@@ -97,7 +98,9 @@ class Piece:
 
 
 class TensorProvider(Protocol):
-    """A checkpoint in somebody's layout, answering in published names and shapes."""
+    """A checkpoint in somebody's layout, answering in published names and shapes. path: its directory or file."""
+
+    path: Path
 
     def weight(self, name: str, shape: tuple[int, ...]) -> tuple[Segment, ...]:
         """Rows of one tensor. Raises ModelFileError if it is missing or has another shape."""
@@ -195,7 +198,9 @@ def build_plan(
         planner.vision(geometry.vision)
     unused = provider.unused()
     if unused:
-        raise ModelFileError(f"{len(unused)} tensors are not part of this architecture, first {unused[0]!r}")
+        raise ModelFileError(
+            f"{provider.path}: {len(unused)} tensors are not part of this architecture, first {unused[0]!r}"
+        )
     return Plan(tuple(planner.tensors), mtp_experts)
 
 
@@ -217,7 +222,8 @@ class _Planner:
         stored = self._choose(name, shape)
         if stored is Format.Q4 and (shape[-2] % BLOCK_ROWS or shape[-1] % BLOCK_COLS):
             raise ModelFileError(
-                f"tensor {name!r}: shape {shape} does not divide into blocks of {BLOCK_ROWS} x {BLOCK_COLS}"
+                f"{self._provider.path}: tensor {name!r}: shape {shape} does not divide into blocks of "
+                f"{BLOCK_ROWS} x {BLOCK_COLS}"
             )
         self.tensors.append(OutputTensor(name, stored, shape, segments, kept))
 
@@ -256,7 +262,10 @@ class _Planner:
         g = self._geometry
         stored = self._provider.expert_count(prefix)
         if stored != experts:
-            raise ModelFileError(f"tensors under {prefix}experts hold {stored} experts, config.json says {experts}")
+            raise ModelFileError(
+                f"{self._provider.path}: tensors under {prefix}experts hold {stored} experts, the configuration says "
+                f"{experts}"
+            )
         self.weight(f"{prefix}gate.weight", experts, g.hidden_size)
         gate_up, down = self._provider.experts(prefix, experts, g.hidden_size, g.moe_intermediate_size)
         kept = self._provider.kept_experts(prefix)

@@ -87,7 +87,10 @@ class PrunedCheckpoint:
             stored = provider.expert_count(prefix)
             made_for = selection.experts[prefix]
             if stored != made_for:
-                raise ModelFileError(f"{prefix} holds {stored} experts, the selection was made for {made_for}")
+                raise ModelFileError(
+                    f"{provider.path}: {prefix} holds {stored} experts, the selection was made for {made_for}"
+                )
+        self.path = provider.path
         self._provider = provider
         self._selection = selection
 

@@ -103,7 +103,7 @@ class AbsmaxSource:
     """Rows moved onto the plain 4-bit grid (Q4_0), where the quantiser then finds them exactly."""
 
     def __init__(self, source: RowSource) -> None:
-        self.name, self.rows, self.cols = source.name, source.rows, source.cols
+        self.path, self.name, self.rows, self.cols = source.path, source.name, source.rows, source.cols
         self.identity = f"absmax({source.identity})"
         self._source = source
 
@@ -119,7 +119,7 @@ class GgmlSource:
     """The same by llama.cpp's own Python package (gguf)."""
 
     def __init__(self, source: RowSource) -> None:
-        self.name, self.rows, self.cols = source.name, source.rows, source.cols
+        self.path, self.name, self.rows, self.cols = source.path, source.name, source.rows, source.cols
         self.identity = f"ggml({source.identity})"
         self._source = source
 

@@ -22,8 +22,10 @@ FP8_BLOCK = 128  # rows and columns that share one scale in block-FP8 exports
 
 
 class RowSource(Protocol):
-    """Rows of one stored tensor. `identity` changes when the stored bytes or their meaning may have changed."""
+    """Rows of one stored tensor, in the file `path`. `identity` changes when the stored bytes or their meaning may have
+    changed."""
 
+    path: Path
     name: str
     rows: int
     cols: int
@@ -76,7 +78,7 @@ class FloatSource:
         """Raises ModelFileError for other types. `cols` must divide the number of elements."""
         if entry.dtype not in ("BF16", "F16", "F32"):
             raise ModelFileError(f"{entry.path}: tensor {entry.name!r}: expected BF16, F16 or F32, got {entry.dtype}")
-        self.name, self.cols = entry.name, cols
+        self.path, self.name, self.cols = entry.path, entry.name, cols
         self.rows = prod(entry.shape) // cols
         self.identity = f"{file_identity(entry.path)}:{entry.name}:{entry.dtype}:{entry.begin}:{entry.end}"
         self._entry = entry
@@ -98,7 +100,7 @@ class PackedSource:
             raise ModelFileError(
                 f"{entry.path}: tensor {entry.name!r}: expected packed U8 blocks, got {entry.dtype} {entry.shape}"
             )
-        self.name = entry.name
+        self.path, self.name = entry.path, entry.name
         self.rows = prod(entry.shape[:-2]) * BLOCK_ROWS
         self.cols = entry.shape[-2] * BLOCK_COLS
         self.identity = f"packed:{file_identity(entry.path)}:{entry.name}:{entry.begin}:{entry.end}"
@@ -136,7 +138,7 @@ class BlockFp8Source:
             raise ModelFileError(
                 f"{entry.path}: tensor {entry.name!r}: expected an F8_E4M3 matrix, got {entry.dtype} {entry.shape}"
             )
-        self.name = entry.name
+        self.path, self.name = entry.path, entry.name
         self.rows, self.cols = entry.shape
         expected = (-(-self.rows // FP8_BLOCK), -(-self.cols // FP8_BLOCK))
         if scales.shape != expected:

@@ -23,6 +23,7 @@ from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 
 LAYERS, EXPERTS = 40, 128
 INTERVAL = 4  # every fourth layer is full attention
+NOWHERE = Path("random weights")  # where sources with files have theirs, for messages
 _SCALE_BYTES = 2 * BLOCK_ROWS * 2  # of a block: two groups of columns, fp16
 # Only odd nibbles, which mean -7, -5 ... 7: their mean is exactly 0, as a trained model's nearly is.
 _ODD = np.uint64(0x1111111111111111)
@@ -117,6 +118,8 @@ def published_config(shape: Shape) -> Json:
 class RandomCheckpoint:
     """Answers for every tensor with random rows; see `plan.TensorProvider`."""
 
+    path = NOWHERE
+
     def __init__(self, seed: int, experts: int) -> None:
         self._seed = seed
         self._experts = experts
@@ -156,7 +159,7 @@ class RandomBlocks(PackedSource):
     """Packed rows whose weights have mean 0 and the standard deviation 1/sqrt(cols), so that outputs keep the scale."""
 
     def __init__(self, name: str, rows: int, cols: int, seed: int) -> None:
-        self.name, self.rows, self.cols = name, rows, cols
+        self.path, self.name, self.rows, self.cols = NOWHERE, name, rows, cols
         self.identity = f"random:{name}:{seed}"
         self._seed = seed
         self._scale = np.float16(1.0 / (_NIBBLE_STD * np.sqrt(cols)))
@@ -176,7 +179,7 @@ class RandomRows:
     """Float rows, drawn as the kind of tensor wants it; see `sources.RowSource`."""
 
     def __init__(self, name: str, rows: int, cols: int, seed: int) -> None:
-        self.name, self.rows, self.cols = name, rows, cols
+        self.path, self.name, self.rows, self.cols = NOWHERE, name, rows, cols
         self.identity = f"random:{name}:{seed}"
         self._seed = seed
 

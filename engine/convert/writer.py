@@ -242,9 +242,10 @@ def _check_finite(piece: Piece, weights: Float32Array) -> None:
     bad = ~(np.abs(weights) <= limit)
     if bad.any():
         row, col = np.argwhere(bad)[0]
+        (segment,) = select_rows(piece.tensor.segments, piece.row0 + row, piece.row0 + row + 1)
         raise ModelFileError(
-            f"tensor {piece.tensor.name!r}: value {weights[row, col]} at row {piece.row0 + row}, column {col} "
-            f"is not a finite number that fits {piece.tensor.format.value}"
+            f"{segment.source.path}: tensor {piece.tensor.name!r}: value {weights[row, col]} at row "
+            f"{piece.row0 + row}, column {col} is not a finite number that fits {piece.tensor.format.value}"
         )
 
 

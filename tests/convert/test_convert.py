@@ -166,7 +166,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "absurd-depth": (edit_config(num_hidden_layers=10**9), "num_hidden_layers"),
     "layer-kinds": (edit_config(layer_types=["mamba"] * 4), "layer_types is ['mamba'"),
     "swish-gate": (edit_config(output_gate_type="swish"), "output_gate_type is 'swish'"),
-    "stale-count": (edit_config(num_experts=6), "hold 8 experts, config.json says 6"),
+    "stale-count": (edit_config(num_experts=6), "hold 8 experts, the configuration says 6"),
     "wrong-width": (edit_config(moe_intermediate_size=32), "expected shape (8, 64, 64), got (8, 128, 64)"),
     "awq": (
         {**tiny.config(), "quantization_config": {"quant_method": "awq"}},
