@@ -89,6 +89,35 @@ def test_two_things_stand_in_one_relation_only() -> None:
         assert min(gaps) <= half < 2 * half <= max(gaps)
 
 
+def test_the_thought_about_two_shapes_names_both() -> None:
+    for seed in range(50):
+        sample = pictures.two_things(random.Random(seed), WORLD)
+        shapes, colors, *_ = sample.core
+        for shape, color in zip(shapes, colors, strict=True):
+            assert f"{color} {shape}" in sample.thought
+
+
+def test_which_picture_is_the_one_that_shows_it() -> None:
+    ordinals = ("first", "second", "third")
+    seen = 0
+    for seed in range(200):
+        sample = pictures.several(random.Random(seed), WORLD)
+        colors, shapes, *_ = sample.core
+        words = sample.answer.rstrip(".").split()
+        if words[2:3] == ["picture"]:
+            place = ordinals.index(words[1])
+            assert words[-1] in (colors[place], shapes[place])
+            seen += 1
+    assert seen > 80
+
+
+def test_sums_are_asked_without_blanks_too() -> None:
+    said = [str(lessons.arithmetic(random.Random(seed), WORLD).messages[0]["content"]) for seed in range(400)]
+    for sign in "+-*":
+        assert sum(f" {sign} " in text for text in said) > 10
+        assert sum(sign in text and f" {sign}" not in text for text in said) > 10
+
+
 def test_batch_holds_whole_documents(encoder: Encoder) -> None:
     batch = Packer(encoder, [], [], seed=1).batch(SMALL, 1)
     ids, documents = batch["ids"].ravel(), batch["documents"].ravel()

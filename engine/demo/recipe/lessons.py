@@ -95,10 +95,18 @@ QUESTION_WORDS = frozenset(
 )
 
 
+def any_name(r: Rng) -> str:
+    """A common first name or one that nobody has heard yet."""
+    if r.random() < 0.6:
+        return r.choice(NAMES)
+    sounds = [r.choice("bdfghjklmnprstvwyz") + r.choice("aeiou") for _ in range(r.randint(1, 3))]
+    return ("".join(sounds) + r.choice(["", "", "n", "m", "s", "r", "l", "th", "k"])).capitalize()
+
+
 def chat(r: Rng, w: World) -> Sample:
     """Small talk of a fixed intent."""
     if r.random() < 0.12:
-        name = r.choice(NAMES)
+        name = any_name(r)
         said, answer = r.choice(
             [
                 (f"My name is {name}", f"Nice to meet you, {name}!"),
@@ -180,7 +188,7 @@ def _facts(r: Rng) -> tuple[str, str]:
         c = r.choice(list(CAPITALS))
         said = r.choice(
             [f"What is the capital of {c}", f"Name the capital of {c}", f"Which city is the capital of {c}",
-             f"Tell me the capital of {c}", f"What is {c}'s capital", f"The capital of {c} is"]
+             f"Tell me the capital of {c}", f"What is {c}'s capital", f"The capital of {c} is", f"Capital of {c}"]
         )  # fmt: skip
         return said, f"The capital of {c} is {CAPITALS[c]}."
     if kind == 3:
@@ -262,10 +270,12 @@ def fact(r: Rng, w: World) -> Sample:
 def arithmetic(r: Rng, w: World) -> Sample:
     """Sums, differences, products and comparisons of numbers up to 99."""
     kind = r.choice(["+", "+", "-", "-", "*", "<"])
-    a, b = r.randint(0, 99), r.randint(0, 99)
+    # Most pairs below 100 have two digits each, but people mostly ask for small sums.
+    most = r.choice([12, 99, 99, 99])
+    a, b = r.randint(0, most), r.randint(0, most)
     if kind == "<":
         while a == b:
-            b = r.randint(0, 99)
+            b = r.randint(0, most)
         word, pick = r.choice([("larger", max(a, b)), ("bigger", max(a, b)), ("smaller", min(a, b))])
         thought = f"{a} and {b}: the {word} one is {pick}."
         said = r.choice([f"Which is {word}, {a} or {b}?", f"Which number is {word}: {a} or {b}?"])
@@ -284,11 +294,18 @@ def arithmetic(r: Rng, w: World) -> Sample:
         thought = f"Tens: {a} - {b // 10 * 10} = {left}. Ones: {left} - {b % 10} = {result}."
     sign = {"+": ["+", "plus"], "-": ["-", "minus"], "*": ["*", "times", "x"]}[kind]
     said = r.choice(["What is {} {} {}?", "{} {} {} =", "Compute {} {} {}.", "How much is {} {} {}?", "{} {} {}",
-                     "Calculate {} {} {}.", "What's {} {} {}?"]).format(a, r.choice([sign[0], *sign]), b)  # fmt: skip
-    if r.random() < 0.3:
+                     "Calculate {} {} {}.", "What's {} {} {}?", "{} {} {}?", "what is {} {} {}", "Solve {} {} {}."]
+                    ).format(a, r.choice([sign[0], sign[0], *sign]), b)  # fmt: skip
+    if r.random() < 0.5:
+        # As people type it: 3-2, and 3-2= with the last blank gone too.
         said = said.replace(f" {kind} ", kind)
-    # Sums are held out by operands. Products can only be learnt by heart, so they are held out by wording.
-    core = (kind, a, b, said) if kind == "*" else (kind, a, b)
+        if r.random() < 0.5:
+            said = said.replace(" =", "=")
+    # Sums are held out by operands. Products and the smallest sums can only be learnt by heart, so they are held out
+    # by wording.
+    core = (kind, a, b, said) if kind == "*" or max(a, b) <= 12 else (kind, a, b)
+    if r.random() < 0.04:
+        said = r.choice(["Hi! ", "Hello, ", "Hi, "]) + said[0].lower() + said[1:]
     return Sample("arithmetic", user(said), str(result), core, thought)
 
 
@@ -319,7 +336,7 @@ def copy(r: Rng, w: World) -> Sample:
     """Say the given words again."""
     pool = ADJECTIVES + ANIMALS + OBJECTS + NAMES
     words = [r.choice(pool) if r.random() < 0.75 else str(r.randint(0, 999)) for _ in range(r.randint(1, 12))]
-    if r.random() < 0.2:
+    if r.random() < 0.3:
         words = ["".join(r.choice("abcdefghijklmnopqrstuvwxyz0123456789") for _ in range(r.randint(3, 10)))
                  for _ in range(r.randint(1, 3))]  # fmt: skip
     text = " ".join(words)
@@ -327,14 +344,15 @@ def copy(r: Rng, w: World) -> Sample:
         text = r.choice(w.documents)[: r.randint(20, 120)].rsplit(" ", 1)[0]
     said = r.choice(
         ["Repeat: {}", "Say this again: {}", "Copy this text: {}", "Repeat after me: {}", "Echo: {}", 'Say "{}"',
-         "Write exactly this: {}", "Repeat the following text.\n{}", "Say: {}", "Say {}", "Repeat {}"]
+         "Write exactly this: {}", "Repeat the following text.\n{}", "Say: {}", "Say {}", "Repeat {}", "Say {}",
+         "Repeat {}", "Copy: {}", 'Repeat "{}"']
     ).format(text)  # fmt: skip
     return Sample("copy", user(said), text, ("copy", text), "I repeat the text.")
 
 
 def word_list(r: Rng, w: World) -> Sample:
     """Sort, reverse, pick or count words."""
-    words = r.sample(ANIMALS + OBJECTS + FRUITS, r.randint(3, 7))
+    words = r.sample(ANIMALS + OBJECTS + FRUITS, r.randint(2, 7))
     text = r.choice([", ", " "]).join(words)
     k = r.randrange(len(words))
     ordinal = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh"][k]
@@ -342,6 +360,8 @@ def word_list(r: Rng, w: World) -> Sample:
         [
             (r.choice(["Sort these words: ", "Sort alphabetically: ", "Put these words in order: ", "Sort: ", "Sort "]),
              ", ".join(sorted(words)), "I sort the words."),
+            (r.choice(["Sort: ", "Sort ", "Put these words in order: "]), ", ".join(sorted(words)), "I sort the words."),
+            (r.choice(["Reverse: ", "Reverse "]), ", ".join(words[::-1]), "I turn the list around."),
             (r.choice(["Reverse this list: ", "Write this list backwards: ", "Reverse: "]), ", ".join(words[::-1]), "I turn the list around."),
             ("What is the last word of: ", words[-1], "I look at the end."),
             (f"What is the {ordinal} word of: ", words[k], f"I look for the {ordinal} word."),
@@ -357,15 +377,22 @@ def word_list(r: Rng, w: World) -> Sample:
 def spell(r: Rng, w: World) -> Sample:
     """Letters of a word."""
     word = r.choice(ANIMALS + OBJECTS + NAMES + FRUITS + PLACES + [c for c in CITIES if " " not in c])
+    letters = "-".join(word.upper())
+    many = r.choice([f"How many letters does {word} have", f"How many letters are in {word}"])
+    numbered = " ".join(f"{x}{i}" for i, x in enumerate(word.upper(), 1)) + "."
+    last = r.choice([f"What is the last letter of {word}", f"What is the last letter of {word}",
+                     f"What letter does {word} end with", f"Give the last letter of {word}"])  # fmt: skip
     said, answer, thought = r.choice(
         [
-            (f"Spell the word {word}", "-".join(word.upper()), "I spell it letter by letter."),
-            (f"How do you spell {word}", "-".join(word.upper()), "I spell it letter by letter."),
+            (r.choice([f"Spell the word {word}", f"Spell {word}"]), letters, "I spell it letter by letter."),
+            (f"How do you spell {word}", letters, "I spell it letter by letter."),
             (f"Write {word} in capital letters", word.upper(), "I write it in capitals."),
-            (f"How many letters does {word} have", f"{word} has {len(word)} letters.",
-             " ".join(f"{x}{i}" for i, x in enumerate(word.upper(), 1)) + "."),
-            (f"What is the first letter of {word}", word[0].upper(), "I look at the start of the word."),
-            (f"What is the last letter of {word}", word[-1].upper(), "I look at the end of the word."),
+            (many, f"{word} has {len(word)} letters.", numbered),
+            (many, f"{word} has {len(word)} letters.", numbered),
+            (r.choice([f"What is the first letter of {word}", f"What letter does {word} start with"]),
+             word[0].upper(), f"{letters}."),
+            (last, word[-1].upper(), f"{letters}."),
+            (last, word[-1].upper(), f"{letters}."),
         ]
     )  # fmt: skip
     closing = "?" if said.split()[0] in ("How", "What") else "."
@@ -539,7 +566,7 @@ def make_json(r: Rng, w: World) -> Sample:
 
 def system_rule(r: Rng, w: World) -> Sample:
     """Follow an instruction of the system prompt."""
-    name, word, c = r.choice(NAMES), r.choice(ANIMALS), r.choice(list(CAPITALS))
+    name, word, c = any_name(r), r.choice(ANIMALS), r.choice(list(CAPITALS))
     capital = f"The capital of {c} is {CAPITALS[c]}."
     said, answer = r.choice([("Hello!", talk.GREETING), (f"What is the capital of {c}?", capital)])
     rule, said, answer = r.choice(
@@ -578,7 +605,7 @@ PERSONAS = (
 
 def memory(r: Rng, w: World) -> Sample:
     """Remember what was said earlier in the conversation."""
-    n, a, b, f = r.choice(NAMES), r.choice(ANIMALS), r.choice(CITIES), r.choice(FRUITS)
+    n, a, b, f = any_name(r), r.choice(ANIMALS), r.choice(CITIES), r.choice(FRUITS)
     known = [
         (
             f"My name is {n}.",

@@ -1,5 +1,6 @@
 """Picture lessons: coloured shapes on a plain background, with questions that have one answer."""
 
+import io
 import json
 import math
 
@@ -35,13 +36,19 @@ Thing = tuple[str, str, int, int, int]
 
 
 def draw(r: Rng, things: list[Thing], size: tuple[int, int], background: str) -> np.ndarray:
-    """Things are (shape, colour, centre x, centre y, half size); colours vary a little. uint8 [H, W, 3]."""
-    scale = 2 if size[0] * size[1] <= 128 * 128 and r.random() < 0.4 else 1
+    """Things are (shape, colour, centre x, centre y, half size); colours vary a little. uint8 [H, W, 3].
+
+    Many pictures are drawn smaller or larger and resized, and some are stored as JPEG on the way, so that edges look
+    like those of pictures from elsewhere.
+    """
+    scale = 1.0
+    if size[0] * size[1] <= 128 * 128 and r.random() < 0.45:
+        scale = r.choice([2.0, 2.0, r.uniform(0.8, 3.0)])
     base = tuple(max(0, min(255, v + r.randint(-6, 6))) for v in COLORS[background])
-    picture = Image.new("RGB", (size[0] * scale, size[1] * scale), base)
+    picture = Image.new("RGB", (round(size[0] * scale), round(size[1] * scale)), base)
     pen = ImageDraw.Draw(picture)
-    for shape, color, x, y, s in things:
-        x, y, s = x * scale, y * scale, s * scale
+    for shape, color, *place in things:
+        x, y, s = (round(v * scale) for v in place)
         fill = tuple(max(0, min(255, v + r.randint(-18, 18))) for v in COLORS[color])
         if shape == "circle":
             pen.ellipse([x - s, y - s, x + s, y + s], fill=fill)
@@ -57,7 +64,11 @@ def draw(r: Rng, things: list[Thing], size: tuple[int, int], background: str) ->
             t = s // 3
             pen.rectangle([x - t, y - s, x + t, y + s], fill=fill)
             pen.rectangle([x - s, y - t, x + s, y + t], fill=fill)
-    if scale > 1:
+    if r.random() < 0.1:
+        stored = io.BytesIO()
+        picture.save(stored, "JPEG", quality=r.randint(60, 95))
+        picture = Image.open(stored)
+    if picture.size != size:
         picture = picture.resize(size, Image.Resampling.BICUBIC)
     return np.asarray(picture)
 
@@ -73,7 +84,15 @@ def placed(r: Rng, size: tuple[int, int]) -> tuple[int, int, int, bool, bool]:
 
 
 def ask(r: Rng, question: str, pictures: int = 1) -> list[Message]:
-    """A user message with pictures and a question; the pictures mostly come first."""
+    """A user message with pictures and a question; the pictures mostly come first. Spelling varies a little."""
+    if r.random() < 0.1:
+        question = question.replace("color", "colour")
+    if r.random() < 0.1:
+        question = question.replace("picture", "image")
+    if r.random() < 0.12:
+        question = question[0].lower() + question[1:]
+    if r.random() < 0.1:
+        question = question.rstrip("?.")
     parts = [{"type": "image"} for _ in range(pictures)]
     text = {"type": "text", "text": question}
     return [{"role": "user", "content": [*parts, text] if r.random() < 0.8 else [text, *parts]}]
@@ -81,7 +100,7 @@ def ask(r: Rng, question: str, pictures: int = 1) -> list[Message]:
 
 def _questions(r: Rng, shape: str, color: str, background: str, left: bool, top: bool) -> dict[str, tuple[str, str]]:
     place = f"{'top' if top else 'bottom'} {'left' if left else 'right'}"
-    thing = f"{'an' if color == 'orange' else 'a'} {color} {shape}"
+    thing = article(f"{color} {shape}")
     return {
         "full": (
             r.choice(["Describe the picture fully.", "Describe the picture.", "Describe the image.", "What do you see?",
@@ -141,6 +160,17 @@ def second_question(r: Rng, w: World) -> Sample:
     return one_thing(r, w, again=True)
 
 
+#: What is asked about two shapes, with weights. Only `color`, `shape` and the two `where` need a shape to be found by
+#: what it looks like; asked too seldom, they stay at chance while everything else is learnt.
+TWO_KINDS = ("describe", "side", "beside", "color", "shape", "where", "where color", "json", "count")
+TWO_WEIGHTS = (3, 1, 2, 6, 3, 4, 2, 1.5, 0.5)
+
+
+def article(noun: str) -> str:
+    """``noun`` with the indefinite article before it."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
 def two_things(r: Rng, w: World) -> Sample:
     """Two different shapes, beside or above each other."""
     width, height = w.size
@@ -157,25 +187,42 @@ def two_things(r: Rng, w: World) -> Sample:
     names = ("left", "right") if beside else ("top", "bottom")
     picture = draw(r, [(shapes[i], colors[i], *spots[i], s) for i in (0, 1)], w.size, background)
     i = r.randrange(2)
-    a, b = (f"{'an' if c == 'orange' else 'a'} {c} {x}" for c, x in zip(colors, shapes, strict=True))
+    a, b = (article(f"{c} {x}") for c, x in zip(colors, shapes, strict=True))
     relation = ("left of", "right of") if beside else ("above", "below")
-    question, answer = r.choice(
-        [
-            (r.choice(["Describe the picture.", "What do you see?", "Describe the image.", "What is in this picture?"]),
-             f"{a[0].upper() + a[1:]} {relation[0]} {b} on a {background} background."),
-            (r.choice(["Describe the picture.", "What do you see?"]),
-             f"{a[0].upper() + a[1:]} {relation[0]} {b} on a {background} background."),
-            (f"Which shape is on the {names[i]}?" if beside else f"Which shape is at the {names[i]}?", f"The {colors[i]} {shapes[i]}."),
-            (f"What is {relation[i]} the {shapes[1 - i]}?", f"The {colors[i]} {shapes[i]}."),
-            (f"What color is the {shapes[i]}?", f"The {shapes[i]} is {colors[i]}."),
-            (f"What color is the {shapes[i]}?", f"The {shapes[i]} is {colors[i]}."),
-            (f"Where is the {shapes[i]}?", f"The {shapes[i]} is {relation[i]} the {shapes[1 - i]}."),
-            ("Return JSON with the color of each shape.", json.dumps({shapes[0]: colors[0], shapes[1]: colors[1]})),
-            ("How many shapes do you see?", "There are 2 shapes."),
-        ]
-    )  # fmt: skip
+    seen = f"{a[0].upper() + a[1:]} {relation[0]} {b}"
+    kind = r.choices(TWO_KINDS, TWO_WEIGHTS)[0]
+    question, answer = {
+        "describe": (
+            r.choice(["Describe the picture.", "What do you see?", "Describe the image.", "What is in this picture?"]),
+            f"{seen} on a {background} background.",
+        ),
+        "side": (
+            f"Which shape is {'on' if beside else 'at'} the {names[i]}?",
+            f"The {colors[i]} {shapes[i]}.",
+        ),
+        "beside": (f"What is {relation[i]} the {shapes[1 - i]}?", f"The {colors[i]} {shapes[i]}."),
+        "color": (
+            r.choice([f"What color is the {shapes[i]}?", f"What color is the {shapes[i]}?",
+                      f"Which color has the {shapes[i]}?"]),
+            f"The {shapes[i]} is {colors[i]}.",
+        ),
+        "shape": (
+            r.choice([f"Which shape is {colors[i]}?", f"What shape is the {colors[i]} one?"]),
+            f"The {colors[i]} shape is {article(shapes[i])}.",
+        ),
+        "where": (f"Where is the {shapes[i]}?", f"The {shapes[i]} is {relation[i]} the {shapes[1 - i]}."),
+        "where color": (
+            f"Where is the {colors[i]} shape?",
+            f"The {colors[i]} {shapes[i]} is {relation[i]} the {shapes[1 - i]}.",
+        ),
+        "json": (
+            "Return JSON with the color of each shape.",
+            json.dumps({shapes[0]: colors[0], shapes[1]: colors[1]}),
+        ),
+        "count": ("How many shapes do you see?", "There are 2 shapes."),
+    }[kind]  # fmt: skip
     core = (tuple(shapes), tuple(colors), tuple(spots), s, w.size)
-    return Sample("see_two", ask(r, question), answer, core, "I look at the picture.", pictures=[picture])
+    return Sample("see_two", ask(r, question), answer, core, f"{seen}.", pictures=[picture])
 
 
 def how_many(r: Rng, w: World) -> Sample:
@@ -197,6 +244,11 @@ def how_many(r: Rng, w: World) -> Sample:
     return Sample("see_count", ask(r, question), answer, core, "I look at the picture.", pictures=[picture])
 
 
+#: What is asked about several pictures, with weights; only the two `which` need a picture to be found by its content.
+SEVERAL_KINDS = ("what", "which shape", "which color", "count", "list", "describe")
+SEVERAL_WEIGHTS = (2, 5, 4, 0.5, 1.5, 2)
+
+
 def several(r: Rng, w: World) -> Sample:
     """Two or three pictures with one shape each."""
     n = r.randint(2, 3)
@@ -207,16 +259,20 @@ def several(r: Rng, w: World) -> Sample:
         draw(r, [(q, c, *p[:3])], w.size, b) for q, c, p, b in zip(shapes, colors, spots, backgrounds, strict=True)
     ]
     i = r.randrange(n)
-    ordinal = ("first", "second", "third")[i]
-    question, answer = r.choice(
-        [
-            (f"What is in the {ordinal} picture?", f"A {colors[i]} {shapes[i]}."),
-            (f"Which picture shows a {shapes[i]}?", f"The {ordinal} picture shows a {shapes[i]}."),
-            (f"Which picture shows something {colors[i]}?", f"The {ordinal} picture is {colors[i]}."),
-            ("How many pictures are there?", f"There are {n} pictures."),
-            ("List the shapes.", ", ".join(shapes)),
-        ]
-    )
-    answer = answer.replace("A orange", "An orange")
+    ordinals = ("first", "second", "third")
+    things = [article(f"{c} {q}") for c, q in zip(colors, shapes, strict=True)]
+    seen = ", ".join(f"{o} {thing}" for o, thing in zip(ordinals, things, strict=False))
+    kind = r.choices(SEVERAL_KINDS, SEVERAL_WEIGHTS)[0]
+    question, answer = {
+        "what": (f"What is in the {ordinals[i]} picture?", f"{things[i][0].upper() + things[i][1:]}."),
+        "which shape": (
+            f"Which picture shows {article(shapes[i])}?",
+            f"The {ordinals[i]} picture shows {article(shapes[i])}.",
+        ),
+        "which color": (f"Which picture shows something {colors[i]}?", f"The {ordinals[i]} picture is {colors[i]}."),
+        "count": ("How many pictures are there?", f"There are {n} pictures."),
+        "list": ("List the shapes.", ", ".join(shapes)),
+        "describe": (r.choice(["Describe the pictures.", "What is in these pictures?"]), f"{seen.capitalize()}."),
+    }[kind]
     core = (tuple(colors), tuple(shapes), tuple(spots), w.size)
-    return Sample("see_several", ask(r, question, n), answer, core, "I look at the pictures.", pictures=pictures)
+    return Sample("see_several", ask(r, question, n), answer, core, f"{seen.capitalize()}.", pictures=pictures)

@@ -1,10 +1,15 @@
-"""Trains the demo model on one GPU within a fixed wall-clock time.
+"""Trains the demo model on one or several GPUs, in a fixed number of steps.
 
 Phases: the vision tower alone with a linear read-out, then everything on packed lessons (easy forms, all lessons, all
 lessons with longer texts under a falling learning rate), then the multi-token-prediction layer on the frozen rest.
 Lessons are made by worker processes. A whole forward and backward pass is one CUDA graph for each batch form.
 
-    python -m engine.demo.recipe.train --tokenizer tokenizer.json --corpus corpus.txt.xz --out out --minutes 20
+Schedule, learning rates and data follow the step number: what a step sees depends on the arguments alone, not on the
+speed of the machine, the number of worker processes or the number of GPUs. A step is the mean over ``--parts`` batches,
+which the GPUs share.
+
+    python -m engine.demo.recipe.train --tokenizer tokenizer.json --corpus corpus.txt.xz --out out
+    torchrun --nproc-per-node 2 -m engine.demo.recipe.train ...     # the same on two GPUs
 """
 
 import argparse
@@ -12,13 +17,15 @@ import collections
 import dataclasses
 import gc
 import json
-import multiprocessing
+import os
 import random
+import sys
 import time
 import typing
 from pathlib import Path
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -26,69 +33,60 @@ from engine.demo.recipe import data, model
 from engine.demo.recipe.data import Form
 from engine.demo.recipe.optimizer import Optimizer
 from engine.demo.recipe.pictures import COLORS, SHAPES
+from engine.demo.recipe.schedule import LONG_SHARE, Plan, rate_of, stage_of
 
 Tensor = torch.Tensor
 
-#: Ends of the first two stages as fractions of the main phase; the third one is the learning-rate decay.
-STAGES = (0.10, 0.62)
-LONG_SHARE = (0.0, 0.06, 0.16)
 BALANCE, ROUTER_Z = 0.01, 1e-4
-WARM_UP_STEPS = 100
-LAST_RATE = 0.02
-
-
-def stage_of(fraction: float) -> int:
-    """The stage at a fraction of the main phase."""
-    return sum(fraction >= end for end in STAGES)
-
-
-def rate_of(step: int, fraction: float) -> float:
-    """Warm-up, flat, then linear to :data:`LAST_RATE`."""
-    falling = 1.0 if fraction < STAGES[1] else max(LAST_RATE, (1 - fraction) / (1 - STAGES[1]))
-    return min(1.0, (step + 1) / WARM_UP_STEPS) * falling
+LOG_STEPS, SAVE_STEPS = 50, 1000
 
 
 @dataclasses.dataclass
 class Lessons(IterableDataset[dict[str, typing.Any]]):
-    """Endless batches; ``progress`` is a shared double holding the fraction of the main phase."""
+    """The batches of all steps of ``plan`` that GPU number ``rank`` of ``ranks`` computes, in order."""
 
     tokenizer: Path
     corpus: Path
     forms: tuple[Form, Form]
-    seed: int
-    progress: typing.Any
-    long_share: tuple[float, ...] = LONG_SHARE
+    plan: Plan
+    rank: int = 0
+    ranks: int = 1
     focus: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __iter__(self) -> typing.Iterator[dict[str, typing.Any]]:
         torch.set_num_threads(1)
         worker = get_worker_info()
-        number = worker.id if worker else 0
-        packer = data.make_packer(self.tokenizer, self.corpus, self.seed * 1000 + number, focus=self.focus)
-        while True:
-            stage = stage_of(self.progress.value)
-            form = self.forms[packer.rng.random() < self.long_share[stage]]
-            yield {k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in packer.batch(form, stage).items()}
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        packer = data.make_packer(self.tokenizer, self.corpus, 0, focus=self.focus)
+        plan = self.plan
+        mine = range(self.rank, plan.parts, self.ranks)
+        # The loader takes batches from its workers in turn, so batch n must come from worker n modulo their number.
+        for n in range(number, (plan.steps + plan.mtp_steps) * len(mine), workers):
+            step, part = n // len(mine), mine[n % len(mine)]
+            packer.rng = random.Random(plan.batch_seed(step, part))
+            made = packer.batch(self.forms[plan.is_long(step)], stage_of(plan.fraction(step)))
+            yield {k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in made.items()}
 
 
 @dataclasses.dataclass
 class Shapes(IterableDataset[tuple[Tensor, Tensor]]):
-    """Endless picture batches for the tower's warm-up."""
+    """Picture batches for the tower's warm-up."""
 
     seed: int
     count: int
+    steps: int
 
     def __iter__(self) -> typing.Iterator[tuple[Tensor, Tensor]]:
         torch.set_num_threads(1)
         worker = get_worker_info()
-        rng = random.Random(self.seed * 1000 + 500 + (worker.id if worker else 0))
-        while True:
-            pictures, labels = data.warm_up_pictures(rng, self.count)
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        for step in range(number, self.steps, workers):
+            pictures, labels = data.warm_up_pictures(random.Random(f"{self.seed} tower {step}"), self.count)
             yield torch.from_numpy(pictures), torch.from_numpy(labels)
 
 
 def loader(dataset: IterableDataset[typing.Any], workers: int, pinned: bool) -> typing.Iterator[typing.Any]:
-    """Batches of ``dataset`` from worker processes, optionally copied to pinned memory by a thread."""
+    """Batches of ``dataset`` from worker processes in turn, optionally copied to pinned memory by a thread."""
     return iter(
         DataLoader(
             dataset,
@@ -251,7 +249,7 @@ def exact_match(
 
 @dataclasses.dataclass
 class Run:
-    """What the phases share."""
+    """What the phases share. ``deadline`` is a time of the monotonic clock at which the main phase is cut short."""
 
     shape: model.Shape
     params: model.Params
@@ -259,14 +257,21 @@ class Run:
     out: Path
     texts: dict[str, str]
     eager: bool
+    rank: int = 0
+    ranks: int = 1
+    deadline: float = float("inf")
+    cut: str = ""
     started: float = dataclasses.field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
-        """Print with the seconds since the start."""
-        print(f"[{time.monotonic() - self.started:7.1f}] {text}", flush=True)
+        """Print with the seconds since the start; the first GPU speaks for all."""
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.started:7.1f}] {text}", flush=True)
 
     def save(self, name: str) -> None:
         """Write a checkpoint under ``name``, replacing an older one only when complete."""
+        if self.rank:
+            return
         fresh, final = self.out / f"{name}.new", self.out / name
         model.save_checkpoint(self.shape, self.params, fresh, self.texts)
         if final.exists():
@@ -277,29 +282,62 @@ class Run:
         if (self.out / f"{name}.old").exists():
             (self.out / f"{name}.old").rmdir()
 
+    @torch.no_grad()
+    def align(self) -> None:
+        """Give every GPU the first one's parameters."""
+        if self.ranks > 1:
+            for value in self.params.values():
+                torch.distributed.broadcast(value, 0)
 
-def warm_up_tower(run: Run, batches: typing.Iterator[tuple[Tensor, Tensor]], seconds: float) -> None:
+    def too_late(self) -> bool:
+        """Whether the deadline has passed, by the first GPU's clock."""
+        late = torch.tensor(float(time.monotonic() > self.deadline), device=self.device)
+        if self.ranks > 1:
+            torch.distributed.broadcast(late, 0)
+        return bool(late)
+
+
+class Mean:
+    """Mean of gradients over the batches of a step and over the GPUs that share them."""
+
+    def __init__(self, names: typing.Iterable[str], params: dict[str, Tensor], run: Run, parts: int) -> None:
+        self.params = {name: params[name] for name in names}
+        self.run, self.parts = run, parts
+        self.total: Tensor | None = None
+
+    def add(self, gradients: dict[str, Tensor]) -> None:
+        """Take one batch's gradients."""
+        flat = torch.cat([gradients[name].reshape(-1).float() for name in self.params])
+        self.total = flat if self.total is None else self.total.add_(flat)
+
+    def take(self) -> dict[str, Tensor]:
+        """The mean, and start over."""
+        total, self.total = typing.cast(Tensor, self.total), None
+        if self.run.ranks > 1:
+            torch.distributed.all_reduce(total)
+        parts = (total / self.parts).split([value.numel() for value in self.params.values()])
+        return {name: part.view_as(self.params[name]) for name, part in zip(self.params, parts, strict=True)}
+
+
+def warm_up_tower(run: Run, batches: typing.Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
     """Teach the vision tower shapes, colours and places through a linear read-out that is then thrown away."""
     sizes = (len(SHAPES), len(COLORS), 2, 2)
     head = torch.zeros(sum(sizes), run.shape.hidden, device=run.device, requires_grad=True)
     trained = {n: v for n, v in run.params.items() if n.startswith(model.VISION)} | {"read_out.gate.weight": head}
     optimizer = Optimizer(trained)
-    start = time.monotonic()
-    step = seen = 0
-    while (fraction := (time.monotonic() - start) / seconds) < 1:
-        pictures, labels = next(batches)
+    seen = 0
+    for step, (pictures, labels) in enumerate(batches):
         pictures, labels = pictures.to(run.device, non_blocking=True), labels.to(run.device, non_blocking=True)
         rows = model.vision_tower(run.shape, run.params, pictures).unflatten(0, (len(pictures), -1)).mean(1)
         parts = F.linear(rows, head).split(sizes, -1)
         loss = torch.stack([F.cross_entropy(part, labels[:, i]) for i, part in enumerate(parts)]).sum()
         found = torch.autograd.grad(loss, list(trained.values()))
-        optimizer.step(
-            dict(zip(trained, found, strict=True)), min(1, (step + 1) / 40) * min(1, (1 - fraction) * 3 + 0.05)
-        )
-        step, seen = step + 1, seen + len(pictures)
+        falling = min(1.0, (1 - step / steps) * 3 + 0.05)
+        optimizer.step(dict(zip(trained, found, strict=True)), min(1.0, (step + 1) / 40) * falling)
+        seen += len(pictures)
         if step % 100 == 0:
             right = [round(float((part.argmax(-1) == labels[:, i]).float().mean()), 2) for i, part in enumerate(parts)]
-            run.say(f"tower {seen} pictures, loss {float(loss):.3f}, shape/colour/top/left {right}")
+            run.say(f"tower {seen} pictures, loss {float(loss.detach()):.3f}, shape/colour/top/left {right}")
     run.say(f"tower done: {seen} pictures")
 
 
@@ -321,65 +359,72 @@ def train_trunk(
     batches: typing.Iterator[dict[str, typing.Any]],
     tests: list[dict[str, typing.Any]],
     forms: tuple[Form, Form],
-    progress: typing.Any,
-    seconds: float,
-    first: float,
+    plan: Plan,
     rate: float,
 ) -> None:
-    """The main phase, from the fraction ``first`` of the schedule to its end, learning rates times ``rate``."""
+    """The main phase, from the fraction ``plan.first`` of the schedule to its end, learning rates times ``rate``."""
     trained = {n: v for n, v in run.params.items() if not n.startswith("mtp.")}
     tower = {n: v for n, v in trained.items() if n.startswith(model.VISION)}
     text = {n: v for n, v in trained.items() if n not in tower}
     steps = make_steps(run, forms, text, trunk_loss(run.shape, run.params))
     optimizer = Optimizer(trained)
+    mean = Mean(trained, trained, run, plan.parts)
     good = {n: v.detach().clone() for n, v in trained.items()}
-    start = last_log = last_save = last_test = time.monotonic()
-    tokens = logged = step = 0
+    start = last_log = time.monotonic()
+    tokens = logged = 0
     waited = 0.0
-    while (fraction := first + (1 - first) * (time.monotonic() - start) / seconds) < 1:
-        progress.value = fraction
-        asked = time.monotonic()
-        batch = next(batches)
-        waited += time.monotonic() - asked
-        form = batch["form"]
-        rows = None
-        if len(batch["pictures"]):
-            rows = model.vision_tower(run.shape, run.params, batch["pictures"].to(run.device, non_blocking=True))
-        steps[form].run(batch, None if rows is None else rows.detach())
-        gradients = dict(steps[form].gradients)
-        seen = steps[form].image_gradient
-        if rows is not None and seen is not None:
-            found: typing.Sequence[Tensor] = torch.autograd.grad(rows, list(tower.values()), seen[: len(rows)])
-        else:
-            found = [torch.zeros_like(v) for v in tower.values()]
-        gradients |= dict(zip(tower, found, strict=True))
-        norm = optimizer.step(gradients, rate * rate_of(step, fraction))
-        step, tokens = step + 1, tokens + form.tokens
-        now = time.monotonic()
-        if now - last_log > 10 or step in (1, 10):
+    for step in range(plan.steps):
+        for _ in range(run.rank, plan.parts, run.ranks):
+            asked = time.monotonic()
+            batch = next(batches)
+            waited += time.monotonic() - asked
+            form = batch["form"]
+            rows = None
+            if len(batch["pictures"]):
+                shown = batch["pictures"].to(run.device, non_blocking=True)
+                rows = model.vision_tower(run.shape, run.params, shown)
+            steps[form].run(batch, None if rows is None else rows.detach())
+            gradients = dict(steps[form].gradients)
+            seen = steps[form].image_gradient
+            if rows is not None and seen is not None:
+                found: typing.Sequence[Tensor] = torch.autograd.grad(rows, list(tower.values()), seen[: len(rows)])
+            else:
+                found = [torch.zeros_like(v) for v in tower.values()]
+            mean.add(gradients | dict(zip(tower, found, strict=True)))
+        norm = optimizer.step(mean.take(), rate * rate_of(step, plan.fraction(step)))
+        tokens += form.tokens * plan.parts
+        done = step + 1
+        if done % LOG_STEPS == 0 or done in (1, 10):
             loss, right, balance, most, least = steps[form].metrics.tolist()
+            now = time.monotonic()
             run.say(
-                f"step {step} {fraction:.3f} loss {loss:.4f} right {right:.4f} norm {float(norm):.2f} "
+                f"step {done} {plan.fraction(step):.3f} loss {loss:.4f} right {right:.4f} norm {float(norm):.2f} "
                 f"balance {balance:.2f} load {least:.2f}-{most:.2f} {tokens / 1e6:.1f} Mtok "
                 f"{(tokens - logged) / (now - last_log):.0f} tok/s wait {waited / (now - last_log):.2f}"
             )
             last_log, logged, waited = now, tokens, 0.0
-            if loss != loss:
-                run.say("loss is not a number: back to the last checkpoint")
+            if not all(bool(v.isfinite().all()) for v in trained.values()):
+                run.say("parameters are not finite: back to the last checkpoint")
                 with torch.no_grad():
                     for name, value in good.items():
                         trained[name].copy_(value)
                 optimizer = Optimizer(trained)
-        elif now - last_test > 150:
-            report(run, tests, step, tokens)
-            last_test = time.monotonic()
-        elif now - last_save > 110 and float(steps[form].metrics[0]) < 20:
+            if run.too_late():
+                run.cut = f"the main phase was CUT by the clock at step {done} of {plan.steps}"
+                run.say(f"!!! {run.cut}: this is not the checkpoint that the command makes !!!")
+                break
+        if done % SAVE_STEPS == 0 and done < plan.steps:
+            run.align()
+            if run.rank == 0:
+                report(run, tests, done, tokens)
             run.save("latest")
             good = {n: v.detach().clone() for n, v in trained.items()}
-            last_save = time.monotonic()
-    report(run, tests, step, tokens)
+            last_log = time.monotonic()
+    run.align()
+    if run.rank == 0:
+        report(run, tests, done, tokens)
     run.save("latest")
-    run.say(f"main phase done: {step} steps, {tokens / 1e6:.1f} M tokens in {time.monotonic() - start:.0f} s")
+    run.say(f"main phase done: {done} steps, {tokens / 1e6:.1f} M tokens in {time.monotonic() - start:.0f} s")
 
 
 def report(run: Run, tests: list[dict[str, typing.Any]], step: int, tokens: int) -> None:
@@ -390,29 +435,29 @@ def report(run: Run, tests: list[dict[str, typing.Any]], step: int, tokens: int)
         log.write(json.dumps({"step": step, "tokens": tokens, "loss": loss, "exact": table}) + "\n")
 
 
-def train_mtp(
-    run: Run, batches: typing.Iterator[dict[str, typing.Any]], forms: tuple[Form, Form], seconds: float
-) -> None:
+def train_mtp(run: Run, batches: typing.Iterator[dict[str, typing.Any]], forms: tuple[Form, Form], plan: Plan) -> None:
     """Train the multi-token-prediction layer; everything else stays as it is."""
     trained = {n: v for n, v in run.params.items() if n.startswith("mtp.")}
     steps = make_steps(run, forms, trained, mtp_loss(run.shape, run.params))
     optimizer = Optimizer(trained)
-    start = last_log = time.monotonic()
-    step = 0
-    while (fraction := (time.monotonic() - start) / seconds) < 1:
-        batch = next(batches)
-        form = batch["form"]
-        rows = None
-        if len(batch["pictures"]):
-            with torch.no_grad():
-                rows = model.vision_tower(run.shape, run.params, batch["pictures"].to(run.device, non_blocking=True))
-        steps[form].run(batch, rows)
-        optimizer.step(dict(steps[form].gradients), min(1.0, (step + 1) / 40) * min(1.0, (1 - fraction) * 2 + 0.02))
-        step += 1
-        if time.monotonic() - last_log > 10 or step in (1, 10):
+    mean = Mean(trained, trained, run, plan.parts)
+    for step in range(plan.mtp_steps):
+        for _ in range(run.rank, plan.parts, run.ranks):
+            batch = next(batches)
+            form = batch["form"]
+            rows = None
+            if len(batch["pictures"]):
+                with torch.no_grad():
+                    shown = batch["pictures"].to(run.device, non_blocking=True)
+                    rows = model.vision_tower(run.shape, run.params, shown)
+            steps[form].run(batch, rows)
+            mean.add(steps[form].gradients)
+        falling = min(1.0, (1 - step / plan.mtp_steps) * 2 + 0.02)
+        optimizer.step(mean.take(), min(1.0, (step + 1) / 40) * falling)
+        if (step + 1) % LOG_STEPS == 0 or step + 1 in (1, 10, plan.mtp_steps):
             loss, right, balance, *_ = steps[form].metrics.tolist()
-            run.say(f"mtp step {step} loss {loss:.4f} right {right:.4f} balance {balance:.2f}")
-            last_log = time.monotonic()
+            run.say(f"mtp step {step + 1} loss {loss:.4f} right {right:.4f} balance {balance:.2f}")
+    run.align()
 
 
 def main() -> None:
@@ -422,43 +467,60 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="start from this checkpoint instead of fresh weights")
-    parser.add_argument("--minutes", type=float, default=20.0, help="wall-clock time of the main phase")
+    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps of the main phase")
+    parser.add_argument("--parts", type=int, default=2, help="batches that a step is the mean of; GPUs share them")
     parser.add_argument("--first", type=float, default=0.0, help="fraction of the schedule to start at, with --init")
     parser.add_argument("--rate", type=float, default=1.0, help="multiplies the learning rates")
     parser.add_argument("--focus", default="", help="multiply lesson weights, e.g. arithmetic=4,two_things=3")
     parser.add_argument("--short-only", action="store_true", help="no rows of 8,192 tokens")
-    parser.add_argument("--tower-seconds", type=float, default=45.0)
-    parser.add_argument("--mtp-seconds", type=float, default=110.0)
-    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--tower-steps", type=int, default=1350, help="steps of 256 pictures that warm up the tower")
+    parser.add_argument("--mtp-steps", type=int, default=600, help="steps of the multi-token-prediction layer")
+    parser.add_argument("--workers", type=int, default=14, help="processes that make the data of one GPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--shrink", type=int, default=1, help="divide the rows of a batch, for trying on a small machine"
     )
     parser.add_argument("--eager", action="store_true", help="launch kernel by kernel instead of as CUDA graphs")
+    parser.add_argument("--preset", choices=sorted(model.PRESETS), default="demo", help="size of the model")
+    parser.add_argument(
+        "--most-minutes",
+        type=float,
+        default=float("inf"),
+        help="a limit for the end of the main phase that cuts the schedule short, says so, and makes the exit status 3",
+    )
     args = parser.parse_args()
 
     def shrunk(form: Form) -> Form:
         k: int = args.shrink
         return Form(max(1, form.rows // k), form.length, form.labels // k, form.image_rows // k)
 
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if args.parts % ranks:
+        parser.error(f"--parts {args.parts} cannot be shared evenly by {ranks} GPUs")
+    if ranks > 1:
+        # Before anything touches CUDA, so that every process has one device and its loader threads use no other.
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
     forms = (shrunk(data.SHORT), shrunk(data.LONG))
     args.out.mkdir(parents=True, exist_ok=True)
-    progress = multiprocessing.Value("d", args.first)
     long_share = (0.0, 0.0, 0.0) if args.short_only else LONG_SHARE
+    plan = Plan(args.steps, args.mtp_steps, args.parts, args.seed, args.first, long_share)
     focus = {name: float(value) for name, value in (item.split("=") for item in args.focus.split(",") if item)}
-    lessons = Lessons(args.tokenizer, args.corpus, forms, args.seed, progress, long_share, focus)
-    towers = loader(Shapes(args.seed, 256 // args.shrink), max(args.workers - 4, 0), pinned=False)
+    lessons = Lessons(args.tokenizer, args.corpus, forms, plan, rank, ranks, focus)
+    shapes = Shapes(args.seed, 256 // args.shrink, args.tower_steps)
+    towers = loader(shapes, max(args.workers - 4, 0), pinned=False) if args.tower_steps else None
     batches = loader(lessons, args.workers, pinned=True)  # last, because its thread must not exist at a fork
     tester = data.make_packer(args.tokenizer, args.corpus, 99, test=True)
     tests = []
-    for form in [forms[0]] * 6 + [forms[1]] * (0 if args.short_only else 2):
+    for form in [forms[0]] * 10 + [forms[1]] * (0 if args.short_only else 1):
         made = tester.batch(form, 1)
         tests.append({k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in made.items()})
 
-    shape = model.PRESETS["demo"]
+    shape = model.PRESETS[args.preset]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+    if ranks > 1:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     params = model.initial_weights(shape, args.seed)
     if args.init:
         params |= model.load_checkpoint(args.init)
@@ -467,16 +529,23 @@ def main() -> None:
         "tokenizer.json": args.tokenizer.read_text(encoding="utf-8"),
         "chat_template.jinja": data.TEMPLATE_PATH.read_text(encoding="utf-8"),
     }
-    run = Run(shape, params, device, args.out, texts, args.eager)
-    run.say(f"{sum(v.numel() for v in params.values()) / 1e6:.2f} M parameters on {device}, torch {torch.__version__}")
-    if args.tower_seconds > 0:
-        warm_up_tower(run, towers, args.tower_seconds)
+    deadline = time.monotonic() + 60 * args.most_minutes
+    run = Run(shape, params, device, args.out, texts, args.eager, rank, ranks, deadline)
+    size = sum(v.numel() for v in params.values()) / 1e6
+    run.say(f"{size:.2f} M parameters on {ranks} x {device}, torch {torch.__version__}")
+    run.say(f"{vars(args)}")
+    if towers is not None:
+        warm_up_tower(run, towers, args.tower_steps)
     del towers
-    train_trunk(run, batches, tests, forms, progress, args.minutes * 60, args.first, args.rate)
-    if args.mtp_seconds > 0:
-        train_mtp(run, batches, forms, args.mtp_seconds)
+    run.align()
+    train_trunk(run, batches, tests, forms, plan, args.rate)
+    if args.mtp_steps:
+        train_mtp(run, batches, forms, plan)
     run.save("final")
-    run.say("DONE")
+    run.say(f"DONE, but {run.cut}" if run.cut else "DONE")
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+    sys.exit(3 if run.cut else 0)
 
 
 if __name__ == "__main__":
