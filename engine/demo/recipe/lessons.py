@@ -44,7 +44,8 @@ class Sample:
     """One prompt with its right answer.
 
     ``messages`` and ``tools`` are what an OpenAI client sends (pictures as ``{"type": "image"}`` parts);
-    ``thought`` is the reasoning text in thinking mode; ``pictures`` are uint8 [H, W, 3].
+    ``thought`` is the reasoning text in thinking mode; ``pictures`` are uint8 [H, W, 3]; ``facet`` names a part of the
+    skill that an evaluation counts by itself.
     """
 
     skill: str
@@ -55,6 +56,7 @@ class Sample:
     calls: list[tuple[str, dict[str, typing.Any]]] = dataclasses.field(default_factory=list)
     tools: list[dict[str, typing.Any]] = dataclasses.field(default_factory=list)
     pictures: list[np.ndarray] = dataclasses.field(default_factory=list)
+    facet: str = ""
     thinking: bool = False
     may_have_system: bool = True
     may_have_tools: bool = True
@@ -279,7 +281,7 @@ def arithmetic(r: Rng, w: World) -> Sample:
         word, pick = r.choice([("larger", max(a, b)), ("bigger", max(a, b)), ("smaller", min(a, b))])
         thought = f"{a} and {b}: the {word} one is {pick}."
         said = r.choice([f"Which is {word}, {a} or {b}?", f"Which number is {word}: {a} or {b}?"])
-        return Sample("arithmetic", user(said), f"{pick}", (kind, a, b), thought)
+        return Sample("arithmetic", user(said), f"{pick}", (kind, a, b), thought, facet="comparison")
     if kind == "*":
         a, b = r.randint(0, 12), r.randint(0, 12)
     if kind == "-" and a < b:
@@ -306,7 +308,10 @@ def arithmetic(r: Rng, w: World) -> Sample:
     core = (kind, a, b, said) if kind == "*" or max(a, b) <= 12 else (kind, a, b)
     if r.random() < 0.04:
         said = r.choice(["Hi! ", "Hello, ", "Hi, "]) + said[0].lower() + said[1:]
-    return Sample("arithmetic", user(said), str(result), core, thought)
+    facet = "a*b" if kind == "*" else f"a {kind} b" if f" {kind} " in said else f"a{kind}b"
+    if kind not in said:
+        facet = "in words"
+    return Sample("arithmetic", user(said), str(result), core, thought, facet=facet)
 
 
 def word_problem(r: Rng, w: World) -> Sample:

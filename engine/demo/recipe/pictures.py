@@ -222,7 +222,7 @@ def two_things(r: Rng, w: World) -> Sample:
         "count": ("How many shapes do you see?", "There are 2 shapes."),
     }[kind]  # fmt: skip
     core = (tuple(shapes), tuple(colors), tuple(spots), s, w.size)
-    return Sample("see_two", ask(r, question), answer, core, f"{seen}.", pictures=[picture])
+    return Sample("see_two", ask(r, question), answer, core, f"{seen}.", pictures=[picture], facet=kind)
 
 
 def how_many(r: Rng, w: World) -> Sample:
@@ -275,4 +275,6 @@ def several(r: Rng, w: World) -> Sample:
         "describe": (r.choice(["Describe the pictures.", "What is in these pictures?"]), f"{seen.capitalize()}."),
     }[kind]
     core = (tuple(colors), tuple(shapes), tuple(spots), w.size)
-    return Sample("see_several", ask(r, question, n), answer, core, f"{seen.capitalize()}.", pictures=pictures)
+    return Sample(
+        "see_several", ask(r, question, n), answer, core, f"{seen.capitalize()}.", pictures=pictures, facet=kind
+    )

@@ -177,10 +177,10 @@ class Step:
 
 
 def nll(p: model.Params, hidden: Tensor, at: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted mean loss over labels and the share of fully weighted labels that are predicted."""
+    """Weighted mean loss over labels and the share of labels outside prose that are predicted."""
     scores = model.logits(p, hidden.index_select(0, at))
     each = F.cross_entropy(scores, ids, reduction="none")
-    firm = (weight == 1).float()
+    firm = (weight >= 1).float()
     right = ((scores.argmax(-1) == ids).float() * firm).sum() / firm.sum()
     return (each * weight).sum() / weight.sum(), right
 
