@@ -31,20 +31,33 @@ class Judge(typing.Protocol):
         """True when the completion is exactly the wanted one."""
 
 
-def held_out_samples(per_lesson: int, seed: int, documents: list[str]) -> list[Sample]:
-    """``per_lesson`` held-out samples of every lesson, surrounded as in training."""
+#: A lesson is given up for a skill that none of this many held-out samples in a row belonged to.
+PATIENCE = 400
+
+
+def held_out_samples(per_skill: int, seed: int, documents: list[str], skills: frozenset[str]) -> list[Sample]:
+    """Held-out samples of every lesson, surrounded as in training: up to ``per_skill`` of each skill of a lesson.
+
+    ``skills`` restricts them to some skills; empty means all.
+    """
     rng = random.Random(seed)
     topics = data.topics_of(documents)
     samples: list[Sample] = []
     for lesson, _ in data.LESSONS:
-        found = 0
-        while found < per_lesson:
+        found: collections.Counter[str] = collections.Counter()
+        vain = 0
+        while vain < PATIENCE:
             size = rng.choices([s for s, _ in SIZES], [n for _, n in SIZES])[0]
             world = World(documents, topics, size, rng.choice([800, 800, 2000]))
             sample = lesson(rng, world)
-            if data.held_out(sample):
-                samples.append(data.surround(rng, world, sample))
-                found += 1
+            if not data.held_out(sample):
+                continue
+            if found[sample.skill] >= per_skill or (skills and sample.skill not in skills):
+                vain += 1
+                continue
+            samples.append(data.surround(rng, world, sample))
+            found[sample.skill] += 1
+            vain = 0
     return samples
 
 
@@ -145,23 +158,36 @@ def server_judge(base_url: str, model: str | None, say: typing.Callable[[str], N
 
 
 def table(samples: list[Sample], judges: dict[str, Judge]) -> dict[str, dict[str, float]]:
-    """Accuracy by skill and judge, with ``n`` and an ``all`` row; printed as it is computed."""
+    """Accuracy by skill, facet ("skill: facet") and judge, with ``n`` and rows ``all text`` and ``all``.
+
+    Printed as it is computed.
+    """
     by_skill: dict[str, list[Sample]] = collections.defaultdict(list)
     for sample in samples:
         by_skill[sample.skill].append(sample)
     rows: dict[str, dict[str, float]] = {}
-    sums = dict.fromkeys(judges, 0)
-    print(f"{'skill':16}{'n':>5}" + "".join(f"{name:>12}" for name in judges))
+    right: dict[str, list[tuple[Sample, bool]]] = {name: [] for name in judges}
+
+    def row(title: str, judged: dict[str, list[bool]]) -> None:
+        n = len(next(iter(judged.values())))
+        if n:
+            rows[title] = {"n": n} | {name: sum(hits) / n for name, hits in judged.items()}
+            shares = "".join(f"{rows[title][name]:12.3f}" for name in judges)
+            print(f"{title:26}{n:6}{shares}", flush=True)
+
+    print(f"{'skill':26}{'n':>6}" + "".join(f"{name:>12}" for name in judges))
     for skill, members in sorted(by_skill.items()):
-        right = {name: sum(judge(s) for s in members) for name, judge in judges.items()}
-        rows[skill] = {"n": len(members)} | {name: hits / len(members) for name, hits in right.items()}
-        sums = {name: sums[name] + right[name] for name in judges}
-        print(
-            f"{skill:16}{len(members):5}" + "".join(f"{right[name] / len(members):12.3f}" for name in judges),
-            flush=True,
-        )
-    rows["all"] = {"n": len(samples)} | {name: sums[name] / len(samples) for name in judges}
-    print(f"{'all':16}{len(samples):5}" + "".join(f"{sums[name] / len(samples):12.3f}" for name in judges))
+        judged = {name: [(s, judge(s)) for s in members] for name, judge in judges.items()}
+        row(skill, {name: [hit for _, hit in pairs] for name, pairs in judged.items()})
+        for facet in sorted({s.facet for s in members if s.facet}):
+            row(
+                f"{skill}: {facet}",
+                {name: [hit for s, hit in pairs if s.facet == facet] for name, pairs in judged.items()},
+            )
+        for name, pairs in judged.items():
+            right[name] += pairs
+    row("all text", {name: [hit for s, hit in pairs if not s.pictures] for name, pairs in right.items()})
+    row("all", {name: [hit for _, hit in pairs] for name, pairs in right.items()})
     return rows
 
 
@@ -171,7 +197,8 @@ def main() -> None:
     parser.add_argument("--original", type=Path, help="bfloat16 checkpoint to run in transformers")
     parser.add_argument("--base-url", help="server with the OpenAI API, for example http://127.0.0.1:8000/v1")
     parser.add_argument("--model", help="model name to ask the server for; default: its first")
-    parser.add_argument("--per-lesson", type=int, default=25)
+    parser.add_argument("--per-skill", type=int, default=25, help="most samples of each skill of a lesson")
+    parser.add_argument("--skills", default="", help="only these skills, separated by commas")
     parser.add_argument("--seed", type=int, default=4242)
     parser.add_argument("--corpus", type=Path, help="corpus file; without it long texts are made of stock sentences")
     parser.add_argument("--text-only", action="store_true", help="leave picture lessons out")
@@ -190,7 +217,8 @@ def main() -> None:
         judges["server"] = server_judge(args.base_url, args.model, print if args.show else lambda text: None)
     if not judges:
         parser.error("give --original, --base-url or both")
-    samples = held_out_samples(args.per_lesson, args.seed, documents)
+    skills = frozenset(name for name in args.skills.split(",") if name)
+    samples = held_out_samples(args.per_skill, args.seed, documents, skills)
     if args.text_only:
         samples = [sample for sample in samples if not sample.pictures]
     print(json.dumps(table(samples, judges)))

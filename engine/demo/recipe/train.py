@@ -497,9 +497,9 @@ def main() -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if args.parts % ranks:
         parser.error(f"--parts {args.parts} cannot be shared evenly by {ranks} GPUs")
-    if ranks > 1:
-        # Before anything touches CUDA, so that every process has one device and its loader threads use no other.
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     forms = (shrunk(data.SHORT), shrunk(data.LONG))
     args.out.mkdir(parents=True, exist_ok=True)
     long_share = (0.0, 0.0, 0.0) if args.short_only else LONG_SHARE
@@ -508,6 +508,9 @@ def main() -> None:
     lessons = Lessons(args.tokenizer, args.corpus, forms, plan, rank, ranks, focus)
     shapes = Shapes(args.seed, 256 // args.shrink, args.tower_steps)
     towers = loader(shapes, max(args.workers - 4, 0), pinned=False) if args.tower_steps else None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # the thread that pins batches uses it too
+        torch.set_float32_matmul_precision("high")
     batches = loader(lessons, args.workers, pinned=True)  # last, because its thread must not exist at a fork
     tester = data.make_packer(args.tokenizer, args.corpus, 99, test=True)
     tests = []
@@ -516,9 +519,6 @@ def main() -> None:
         tests.append({k: torch.from_numpy(v) if hasattr(v, "dtype") else v for k, v in made.items()})
 
     shape = model.PRESETS[args.preset]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
     if ranks > 1:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     params = model.initial_weights(shape, args.seed)
