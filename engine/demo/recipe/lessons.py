@@ -383,7 +383,12 @@ def spell(r: Rng, w: World) -> Sample:
     """Letters of a word."""
     word = r.choice(ANIMALS + OBJECTS + NAMES + FRUITS + PLACES + [c for c in CITIES if " " not in c])
     letters = "-".join(word.upper())
-    many = r.choice([f"How many letters does {word} have", f"How many letters are in {word}"])
+    many = r.choice([f"How many letters does {word} have", f"How many letters are in {word}",
+                     f"Count the letters of {word}"])  # fmt: skip
+    # Several wordings, because the capitals of a name are an answer that no other lesson gives.
+    capitals = r.choice(
+        [f"Write {word} in capital letters", f"Write {word} in capitals", f"Write {word} in upper case"]
+    )
     numbered = " ".join(f"{x}{i}" for i, x in enumerate(word.upper(), 1)) + "."
     last = r.choice([f"What is the last letter of {word}", f"What is the last letter of {word}",
                      f"What letter does {word} end with", f"Give the last letter of {word}"])  # fmt: skip
@@ -391,7 +396,7 @@ def spell(r: Rng, w: World) -> Sample:
         [
             (r.choice([f"Spell the word {word}", f"Spell {word}"]), letters, "I spell it letter by letter."),
             (f"How do you spell {word}", letters, "I spell it letter by letter."),
-            (f"Write {word} in capital letters", word.upper(), "I write it in capitals."),
+            (capitals, word.upper(), "I write it in capitals."),
             (many, f"{word} has {len(word)} letters.", numbered),
             (many, f"{word} has {len(word)} letters.", numbered),
             (r.choice([f"What is the first letter of {word}", f"What letter does {word} start with"]),
