@@ -17,6 +17,7 @@ COMMANDS = {
     "engine.convert.cli",
     "engine.convert.synthetic",
     "engine.inventory",
+    "engine.peer",
     "engine.reuse",
     "engine.vision_bench",
 }
