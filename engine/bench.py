@@ -22,6 +22,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError, OutOfMemory
 from engine.inventory import Inventory, take_inventory
 from engine.probe import BandwidthProbe
+from engine.profiler import OperationCost, cost_table, sum_costs
 
 Report = Callable[[str], None]
 
@@ -30,7 +31,8 @@ Report = Callable[[str], None]
 class Speed:
     """One measurement. gb_per_s: bytes that the work must move, per second; bandwidth_share: of what the probe
     measured (probe_gb_per_s), None if memory was too short for it. step_ms: median and 90th percentile of a decode
-    step, or of the whole prefill."""
+    step, or of the whole prefill. operations: what they cost in all steps, which took `seconds`; outside_share: of
+    that, what was spent outside of them: interpreter, binding, sampling, and the logits of a prefill."""
 
     kind: str
     model: str
@@ -46,6 +48,9 @@ class Speed:
     step_ms: float
     step_ms_p90: float
     load_s: float
+    outside_share: float
+    operations: tuple[OperationCost, ...]
+    seconds: float
 
     def as_json(self) -> dict[str, Any]:
         """All fields, rounded to what a measurement is worth."""
@@ -61,6 +66,10 @@ class Speed:
             f"{self.gb_per_s:.1f} GB/s{share}; {self.tier}, {self.threads} threads"
         )
 
+    def as_table(self) -> str:
+        """The operations, for people; per decode step or prefill."""
+        return cost_table(self.operations, self.seconds, self.rounds * (self.tokens if self.kind == "decode" else 1))
+
 
 def measure_decode(
     directory: Path, config: EngineConfig, *, context: int, tokens: int, rounds: int, report: Report
@@ -71,7 +80,11 @@ def measure_decode(
     try:
         for number in range(rounds):
             bench.probe()
-            stamps = [stamp for stamp, _ in bench.run(context, tokens + 1, seed=0)]
+            results = bench.run(context, tokens + 1, seed=0)
+            stamps = [next(results)[0]]
+            bench.start_costs()
+            stamps += [stamp for stamp, _ in results]
+            bench.add_costs()
             steps += [later - earlier for earlier, later in pairwise(stamps)]
             report(f"round {number + 1} of {rounds}: {tokens / (stamps[-1] - stamps[0]):.1f} tokens/s")
         bench.probe()
@@ -89,9 +102,11 @@ def measure_prefill(directory: Path, config: EngineConfig, *, tokens: int, round
     try:
         for number in range(rounds):
             bench.probe()
+            bench.start_costs()
             started = time.perf_counter()
             stamp, _ = next(bench.run(tokens, 1, seed=number))  # another prompt each time: nothing can be reused
             seconds.append(stamp - started)
+            bench.add_costs()
             report(f"round {number + 1} of {rounds}: {tokens / seconds[-1]:.1f} tokens/s")
         bench.probe()
     finally:
@@ -115,6 +130,7 @@ class _Bench:
             self._engine.close()
             raise ConfigError(f"{needed} tokens do not fit the context window of {self._engine.context_length}")
         self._rates: list[float] = []
+        self._costs: tuple[OperationCost, ...] = ()
         try:
             self._probe: BandwidthProbe | None = BandwidthProbe(
                 self.inventory.tier, self.inventory.threads, self.inventory.pinned_to
@@ -129,6 +145,14 @@ class _Bench:
         """Take the memory's rate now."""
         if self._probe is not None:
             self._rates.append(self._probe.gb_per_s(passes=1))
+
+    def start_costs(self) -> None:
+        """Count what operations cost from here."""
+        self._engine.start_profile()
+
+    def add_costs(self) -> None:
+        """Add what they cost since then to the whole measurement's."""
+        self._costs = sum_costs(self._costs, self._engine.operation_costs())
 
     def run(self, context: int, tokens: int, seed: int) -> Iterator[tuple[float, TokenResult]]:
         """Generate greedily after a random prompt; each token with the time when it was there."""
@@ -165,4 +189,7 @@ class _Bench:
             step_ms=1e3 * statistics.median(seconds),
             step_ms_p90=1e3 * float(np.quantile(seconds, 0.9)),
             load_s=self._load_s,
+            outside_share=max(0.0, 1.0 - sum(cost.seconds for cost in self._costs) / sum(seconds)),
+            operations=self._costs,
+            seconds=sum(seconds),
         )

@@ -18,8 +18,25 @@ from engine.config import SIMD_TIERS, EngineConfig, LayerType
 from engine.core import Float32Array, Int32Array
 from engine.errors import ConfigError, KernelError, OutOfMemory
 from engine.formats import dequantize_q4
+from engine.profiler import OperationCost
 from engine.state import SequenceState
 from engine.weights import AttentionWeights, DeltaNetWeights, LayerWeights, Matrix, MoeWeights, Weights
+
+# In the order of the FM_OP constants (model_api.h).
+_OPERATIONS = (
+    "embedding",
+    "norms",
+    "delta net in",
+    "delta rule",
+    "delta net out",
+    "attention in",
+    "attention",
+    "attention out",
+    "router",
+    "experts in",
+    "experts out",
+    "head",
+)
 
 
 def supported_tiers() -> tuple[str, ...]:
@@ -94,6 +111,7 @@ class CpuEngine:
             raise OutOfMemory(f"the engine could not allocate its scratch memory or start {threads} threads")
         self.scratch_bytes: int = lib.fm_engine_scratch_bytes(self._engine)
         self._tokens = 0
+        self._costs: Any = None
         self._current = ffi.new("fm_sequence *")
 
     def close(self) -> None:
@@ -142,6 +160,22 @@ class CpuEngine:
         buffer = ffi.from_buffer("float[]", logits)
         token: int = lib.fm_sample(self._live(), buffer, len(logits), temperature, top_k, top_p, min_p, uniform)
         return token
+
+    def start_profile(self) -> None:
+        """Count what operations cost, from nothing."""
+        self._costs = ffi.new("fm_op_cost[]", lib.FM_OPS)
+        lib.fm_engine_profile(self._live(), self._costs)
+
+    def operation_costs(self) -> tuple[OperationCost, ...]:
+        """What operations cost since `start_profile`, in the order of a layer. Empty before."""
+        return (
+            tuple(
+                OperationCost(name, cost.calls, cost.seconds, cost.bytes)
+                for name, cost in zip(_OPERATIONS, self._costs, strict=True)
+            )
+            if self._costs
+            else ()
+        )
 
     @property
     def handle(self) -> Any:

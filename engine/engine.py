@@ -14,6 +14,7 @@ from engine.core import CacheControl, FinishReason, GenerationRequest, Progress,
 from engine.errors import Cancelled, ContextLengthExceeded, KernelError, ModelFileError, OutOfMemory, RequestError
 from engine.model import Model
 from engine.placement import Placement, place
+from engine.profiler import OperationCost
 from engine.reuse import ModelCache, PromptRun, Reuse, cache_bytes, template_markers
 from engine.sampling import Sampler
 from engine.segments import CardRule, Stretch
@@ -102,6 +103,14 @@ class Engine:
     def scratch_bytes(self) -> int:
         """Memory held for intermediate results."""
         return self._model.cpu.scratch_bytes
+
+    def start_profile(self) -> None:
+        """Count what operations cost, from nothing."""
+        self._model.cpu.start_profile()
+
+    def operation_costs(self) -> tuple[OperationCost, ...]:
+        """What operations cost since `start_profile`; see CpuEngine."""
+        return self._model.cpu.operation_costs()
 
     def generate(
         self, request: GenerationRequest, cancelled: Callable[[], bool]

@@ -439,6 +439,7 @@ def decode(
         speed = measure_decode(
             settings.model, settings.engine_config(), context=context, tokens=tokens, rounds=rounds, report=_note
         )
+        typer.echo(speed.as_table())
         typer.echo(speed.as_text())
         if as_json:
             typer.echo(json.dumps(speed.as_json()))
@@ -461,6 +462,7 @@ def prefill(
 
         settings = _engine_settings(model, simd_tier, threads, compute, context_length)
         speed = measure_prefill(settings.model, settings.engine_config(), tokens=tokens, rounds=rounds, report=_note)
+        typer.echo(speed.as_table())
         typer.echo(speed.as_text())
         if as_json:
             typer.echo(json.dumps(speed.as_json()))
@@ -491,6 +493,55 @@ def vision(
         typer.echo(speed.as_text())
         if as_json:
             typer.echo(json.dumps(speed.as_json()))
+
+
+@bench.command()
+def peer(
+    model: Model = None,
+    against: Annotated[
+        str, typer.Option("--peer", help="llama.cpp or ik_llama.cpp, whose Python package is needed.")
+    ] = "llama.cpp",
+    python: Annotated[
+        str | None,
+        typer.Option(help="Python that has the package. (default: this one)", show_default=False),
+    ] = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(
+            help="The peer's model; written if it is not there. (default: MODEL.gguf beside MODEL)", show_default=False
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens before the first decoded one.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode in a round.")] = 32,
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 3,
+    simd_tier: SimdTier = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Our speed beside another engine's, in turns, on a model of the same shape."""
+    with _exit_codes():
+        from engine.convert.cli import ProgressLine
+        from engine.peer import compare
+
+        settings = _engine_settings(model, simd_tier, threads, None, None)
+        directory = settings.model
+        comparison = compare(
+            directory,
+            settings.engine_config(),
+            peer=against,
+            python=python or sys.executable,
+            gguf=gguf or directory.with_name(f"{directory.name}.gguf"),
+            context=context,
+            tokens=tokens,
+            prefill_tokens=prefill_tokens,
+            rounds=rounds,
+            report=_note,
+            progress=ProgressLine("writing"),
+        )
+        typer.echo(comparison.as_text())
+        if as_json:
+            typer.echo(json.dumps(comparison.as_json()))
 
 
 @bench.command("make-synthetic")

@@ -208,6 +208,7 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
         {.matrix = &layer->v_proj, .out = v, .ld = e->projected_ld},
     };
     fm_multiply_all(e, &e->normed, inputs, 3);
+    fm_charge(e, FM_OP_ATTENTION_IN, fm_products_bytes(inputs, 3));
     fm_parallel_for(e->pool, e->tokens, store_token, &job);
     if (e->tokens == 1) {
         const int spans = fm_blocks(sequence->position + 1, SPAN_TOKENS);
@@ -216,6 +217,9 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     } else {
         fm_parallel_for(e->pool, fm_blocks(e->tokens, job.block) * s->kv_heads, attend_block, &job);
     }
+    const size_t keys = (size_t)(sequence->position + e->tokens) * key_width;
+    fm_charge(e, FM_OP_ATTENTION, 2 * keys * (s->kv_f32 ? sizeof(float) : sizeof(uint16_t)));
     const fm_product output = {.matrix = &layer->o_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
     fm_multiply_all(e, &e->mixed, &output, 1);
+    fm_charge(e, FM_OP_ATTENTION_OUT, fm_products_bytes(&output, 1));
 }

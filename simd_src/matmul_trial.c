@@ -8,13 +8,14 @@
 
 #include "matmul_trial_api.h"
 
-#define ITEM_TILES 4 /* 64 rows, as the model cuts its products */
+/* Rows of an item in tiles, as the model cuts its products. */
+enum { VECTOR_TILES = 4, MATRIX_TILES = 16 };
 
 typedef struct {
     fm_q4_matmul_fn *multiply;
     const fm_block_q4 *matrix;
     const fm_q8 *x;
-    int tiles;
+    int tiles, item_tiles;
     float *y;
 } product;
 
@@ -27,7 +28,7 @@ static double now(void) {
 static void run_item(void *arg, int item, int worker) {
     (void)worker;
     const product *p = arg;
-    const int first = item * ITEM_TILES, last = first + ITEM_TILES < p->tiles ? first + ITEM_TILES : p->tiles;
+    const int first = item * p->item_tiles, last = first + p->item_tiles < p->tiles ? first + p->item_tiles : p->tiles;
     p->multiply(p->matrix, p->x->cols, first, last, p->x, NULL, p->x->tokens, p->y + (size_t)first * FM_BLOCK_ROWS,
                 (size_t)p->tiles * FM_BLOCK_ROWS);
 }
@@ -43,7 +44,7 @@ int fm_matmul_trial(const char *tier, int threads, const int *cpus, const void *
     fm_pool *pool = fm_pool_create(threads, cpus);
     if (!pool) return -1;
     const fm_q8 x = {tokens, cols, q, scale, correction};
-    const int tiles = rows / FM_BLOCK_ROWS;
+    const int tiles = rows / FM_BLOCK_ROWS, item_tiles = tokens == 1 ? VECTOR_TILES : MATRIX_TILES;
     const size_t matrix_blocks = (size_t)tiles * (cols / FM_BLOCK_COLS);
     int stride = matrices * 5 / 8 + 1; /* coprime to the count, so that every matrix has its turn, far from the last */
     while (greatest_divisor(stride, matrices) != 1) stride++;
@@ -52,8 +53,8 @@ int fm_matmul_trial(const char *tier, int threads, const int *cpus, const void *
         for (int i = 0; i < matrices; i++) {
             const size_t index = (size_t)i * stride % matrices;
             product p = {maddubs ? fm_q4_matmul_avx2 : k.q4_matmul,
-                         (const fm_block_q4 *)blocks + index * matrix_blocks, &x, tiles, y};
-            fm_parallel_for(pool, (tiles + ITEM_TILES - 1) / ITEM_TILES, run_item, &p);
+                         (const fm_block_q4 *)blocks + index * matrix_blocks, &x, tiles, item_tiles, y};
+            fm_parallel_for(pool, (tiles + item_tiles - 1) / item_tiles, run_item, &p);
         }
         seconds[pass] = now() - start;
     }

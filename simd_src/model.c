@@ -1,11 +1,14 @@
 /* The engine: scratch memory for one pass, and the pass itself (embedding, layers, head). */
+#define _DEFAULT_SOURCE
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <time.h>
 
 #include "model.h"
 
-enum { ALIGNMENT = 64, PAGE = 4096 };
+enum { ALIGNMENT = 64, HUGE_PAGE = 2 << 20 };
 
 /* Hands out 64-byte aligned pieces; with base NULL it only measures. */
 typedef struct {
@@ -17,6 +20,12 @@ static void *take(arena *a, size_t count, size_t size) {
     void *piece = a->base ? a->base + a->used : NULL;
     a->used += (count * size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     return piece;
+}
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
@@ -37,9 +46,9 @@ static size_t worker_floats(const fm_model_spec *s) {
     const size_t rows = (size_t)FM_ATTEND_TOKENS * (s->heads / s->kv_heads), width = (size_t)s->head_dim;
     const size_t attention = rows * (3 * width + FM_PAGE_TOKENS + 5) + 2 * FM_PAGE_TOKENS * width;
     const size_t delta = (size_t)FM_DELTA_CHUNK * (s->value_dim + 2) + fm_delta_scratch(s->key_dim, s->value_dim);
-    const size_t tile = (size_t)FM_EXPERT_TOKENS * FM_EXPERT_COLS;
-    const size_t experts = 2 * tile + (size_t)s->max_tokens * (FM_EXPERT_COLS + 1);
-    return (most(most(attention, delta), most(experts, (size_t)s->hidden)) + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
+    const size_t tile = (size_t)FM_EXPERT_TOKENS * FM_TILE_ROWS;
+    const size_t experts = 2 * tile + (size_t)s->max_tokens * (FM_TILE_ROWS + 1);
+    return (most(most(attention, delta), experts) + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
 }
 
 static size_t lay_out(fm_engine *e, char *base) {
@@ -112,8 +121,10 @@ fm_engine *fm_engine_create(const fm_model_spec *spec, const char *tier, int thr
     e->quantized = has_packed(spec);
     e->arena_bytes = lay_out(e, NULL);
     if (!e->ops || fm_matmul_kernels_for(tier, &e->kernels) != 0) goto fail;
-    e->arena = aligned_alloc(PAGE, (e->arena_bytes + PAGE - 1) / PAGE * PAGE);
+    e->arena = aligned_alloc(HUGE_PAGE, (e->arena_bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
     if (!e->arena) goto fail;
+    /* Rows are tens of KB apart, so that every head's part of a row is on another small page. Only advice. */
+    madvise(e->arena, e->arena_bytes, MADV_HUGEPAGE);
     lay_out(e, e->arena);
     for (int i = 0; i < spec->max_tokens * spec->experts_per_token; i++) e->every_token[i] = i;
     e->pool = fm_pool_create(threads, cpus);
@@ -129,6 +140,17 @@ void fm_engine_destroy(fm_engine *e) {
     if (e->pool) fm_pool_destroy(e->pool);
     free(e->arena);
     free(e);
+}
+
+void fm_engine_profile(fm_engine *e, fm_op_cost *costs) { e->costs = costs; }
+
+void fm_charge(fm_engine *e, int op, size_t bytes) {
+    if (!e->costs) return;
+    const double moment = now();
+    e->costs[op].seconds += moment - e->charged_to;
+    e->costs[op].bytes += (double)bytes;
+    e->costs[op].calls++;
+    e->charged_to = moment;
 }
 
 size_t fm_engine_scratch_bytes(const fm_engine *e) { return e->arena_bytes; }
@@ -151,6 +173,7 @@ static void embed(const fm_engine *e, int id, float *out) {
 void fm_pass_begin(fm_engine *e, const int *ids, const int *positions, int tokens) {
     const fm_model_spec *s = &e->spec;
     e->tokens = tokens;
+    e->charged_to = now();
     for (int t = 0; t < tokens; t++) {
         embed(e, ids[t], e->hidden + (size_t)t * s->hidden);
         for (int j = 0; j < s->rotary_pairs; j++) {
@@ -160,11 +183,13 @@ void fm_pass_begin(fm_engine *e, const int *ids, const int *positions, int token
             e->sine[(size_t)t * s->rotary_pairs + j] = (float)sin(angle);
         }
     }
+    fm_charge(e, FM_OP_EMBED, tokens * (fm_matrix_bytes(&s->embed) / s->embed.rows));
 }
 
 float *fm_pass_hidden(fm_engine *e) { return e->hidden; }
 
 void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, int recurrent) {
+    e->charged_to = now(); /* what the caller did since the last layer is no operation's */
     for (int i = first; i < last; i++) {
         const fm_layer *layer = e->spec.layer + i;
         fm_norm(e, layer->input_norm);
@@ -177,66 +202,48 @@ void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, in
     }
 }
 
-/* Logits within this many nats of the largest are computed again with the input in float32. Int8 inputs put noise of a
- * few hundredths on every logit, and near ties turn on it: the exact few cost a thousandth of the head and take a fifth
- * of the flips away (tests/bench/NOTES.md). */
-static const float REFINED_MARGIN = 4.0f;
-
-/* The largest logit of a tile, to find the likely ones without another pass over all. */
-static void tile_maximum(void *arg, int row0, int row1, float *y) {
-    fm_engine *e = arg;
-    float lane[FM_BLOCK_ROWS];
-    memcpy(lane, y, sizeof(lane));
-    for (int row = FM_BLOCK_ROWS; row < row1 - row0; row += FM_BLOCK_ROWS)
-        for (int i = 0; i < FM_BLOCK_ROWS; i++) lane[i] = y[row + i] > lane[i] ? y[row + i] : lane[i];
-    float largest = lane[0];
-    for (int i = 1; i < FM_BLOCK_ROWS; i++) largest = lane[i] > largest ? lane[i] : largest;
-    e->weight[row0 / FM_BLOCK_ROWS] = largest;
-}
-
 typedef struct {
     const fm_engine *engine;
     float *logits;
-} refine_job;
+    int step;
+} head_job;
 
-static void refine(void *arg, int item, int worker) {
-    const refine_job *job = arg;
+static void head_tile(void *arg, int item, int worker) {
+    const head_job *job = arg;
     const fm_engine *e = job->engine;
     const fm_matrix *head = &e->spec.head;
-    const int row = e->candidates[item].id;
-    float *weights = fm_worker_scratch(e, worker);
-    e->kernels.q4_row(head->data, head->cols, row, weights);
-    e->kernels.f32_matmul(weights, head->cols, 0, 1, e->normed.x, e->normed.ld, NULL, 1, job->logits + row, 1);
+    const int row0 = item * job->step, row1 = fm_least(row0 + job->step, head->rows), rows = row1 - row0;
+    float *coarse = fm_worker_scratch(e, worker), *fine = coarse + rows;
+    fm_multiply(e, head, 0, row0, row1, &e->normed, NULL, 2, coarse, (size_t)rows);
+    for (int i = 0; i < rows; i++) job->logits[row0 + i] = coarse[i] + fine[i];
 }
 
-static void refine_likely(fm_engine *e, float *logits, int step) {
-    const int vocab = e->spec.vocab;
-    float largest = -INFINITY;
-    for (int row = 0; row < vocab; row += step) {
-        const float tile = e->weight[row / FM_BLOCK_ROWS];
-        if (tile > largest) largest = tile;
-    }
-    const float least = largest - REFINED_MARGIN;
-    int likely = 0;
-    for (int row = 0; row < vocab; row += step) {
-        if (e->weight[row / FM_BLOCK_ROWS] < least) continue;
-        for (int id = row; id < fm_least(row + step, vocab); id++)
-            if (logits[id] >= least) e->candidates[likely++].id = id;
-    }
-    refine_job job = {e, logits};
-    fm_parallel_for(e->pool, likely, refine, &job);
+/* Int8 inputs put noise of a few hundredths on every logit, and near ties turn on it. So the head's input is two: its
+ * int8 form, and what that leaves over, again in int8. Memory bounds the head, and gives the weights once for both
+ * (tests/bench/NOTES.md). */
+static void refine_input(fm_engine *e) {
+    const int width = e->spec.hidden;
+    const fm_q8 *q = &e->normed.q;
+    const float *x = e->normed.x;
+    float *rest = e->normed.x + e->normed.ld;
+    for (int i = 0; i < width; i++) rest[i] = x[i] - q->scale[i / FM_GROUP] * (float)q->q[i];
+    fm_quantize(e, &e->normed, 1, 0, width);
 }
 
 void fm_pass_logits(fm_engine *e, int row, float *logits) {
     const fm_model_spec *s = &e->spec;
-    const int tokens = e->tokens, packed = s->head.dtype == FM_Q4;
+    const int tokens = e->tokens;
     e->ops->rmsnorm(e->hidden + (size_t)row * s->hidden, s->final_norm, s->hidden, s->eps, e->normed.x);
-    fm_quantize(e, &e->normed, 0, 0, s->hidden);
     e->tokens = 1;
-    const fm_product head = {
-        .matrix = &s->head, .out = logits, .ld = (size_t)s->vocab, .finish = packed ? tile_maximum : NULL, .arg = e};
-    fm_multiply_all(e, &e->normed, &head, 1);
-    if (packed) refine_likely(e, logits, fm_tile_rows(e, &s->head));
+    if (s->head.dtype == FM_Q4) {
+        fm_quantize(e, &e->normed, 0, 0, s->hidden);
+        refine_input(e);
+        head_job job = {e, logits, fm_item_rows(e, &s->head, s->vocab)};
+        fm_parallel_for(e->pool, fm_blocks(s->vocab, job.step), head_tile, &job);
+    } else {
+        const fm_product head = {.matrix = &s->head, .out = logits, .ld = (size_t)s->vocab};
+        fm_multiply_all(e, &e->normed, &head, 1);
+    }
     e->tokens = tokens;
 }
 
@@ -244,4 +251,5 @@ void fm_decode(fm_engine *e, fm_sequence *sequence, int id, const int *position,
     fm_pass_begin(e, &id, position, 1);
     fm_pass_layers(e, sequence, 0, e->spec.layers, 1);
     fm_pass_logits(e, 0, logits);
+    fm_charge(e, FM_OP_HEAD, fm_matrix_bytes(&e->spec.head));
 }

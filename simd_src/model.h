@@ -14,7 +14,7 @@
 #define FM_ATTEND_TOKENS 8   /* most tokens that share one conversion of a KV page in prefill */
 #define FM_SPAN_PAGES 8      /* pages whose softmax is merged as one: where one token's keys are split */
 #define FM_EXPERT_TOKENS 64  /* tokens of an expert taken at once: what keeps its intermediate in cache */
-#define FM_EXPERT_COLS 64
+#define FM_TILE_ROWS 256     /* most rows of a product taken at once */
 
 /* Input rows of a product in both forms; `q` is filled only for packed matrices. */
 typedef struct {
@@ -72,6 +72,9 @@ struct fm_engine {
 
     float *worker_scratch; /* [threads][worker_floats] */
     size_t worker_floats;
+
+    fm_op_cost *costs;  /* [FM_OPS], NULL: not profiled */
+    double charged_to;  /* the moment up to which time is accounted for, in seconds */
 };
 
 static inline float *fm_worker_scratch(const fm_engine *e, int worker) {
@@ -84,6 +87,9 @@ static inline int fm_least(int a, int b) { return a < b ? a : b; }
 static inline int fm_channels(const fm_model_spec *s) {
     return 2 * s->key_heads * s->key_dim + s->value_heads * s->value_dim;
 }
+
+/* Accounts for the time since the last charge, which operation `op` took and moved `bytes` in. */
+void fm_charge(fm_engine *e, int op, size_t bytes);
 
 /* Width in bytes of one matrix of a stack. */
 size_t fm_matrix_bytes(const fm_matrix *w);
@@ -113,9 +119,12 @@ typedef struct {
 } fm_product;
 
 /* Rows of the tiles into which fm_multiply_all cuts a matrix; the last may be shorter. */
-int fm_tile_rows(const fm_engine *e, const fm_matrix *w);
+int fm_item_rows(const fm_engine *e, const fm_matrix *w, int rows_of_job);
 
 void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count);
+
+/* Weights that the products read. */
+size_t fm_products_bytes(const fm_product *products, int count);
 
 void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence);
 void fm_delta_net(fm_engine *e, const fm_layer *layer, fm_sequence *sequence, int recurrent);

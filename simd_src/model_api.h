@@ -82,6 +82,33 @@ void fm_pass_logits(fm_engine *engine, int row, float *logits);
 /* One decode step: a whole pass of one token. */
 void fm_decode(fm_engine *engine, fm_sequence *sequence, int id, const int *position, float *logits);
 
+/* What the time of a pass is told apart by. */
+enum {
+    FM_OP_EMBED,         /* embeddings and rotary tables */
+    FM_OP_NORM,          /* norms before mixers and experts, with quantisation */
+    FM_OP_DELTA_IN,      /* projections of the delta net, with the convolution */
+    FM_OP_DELTA_RULE,    /* with its norm and gate */
+    FM_OP_DELTA_OUT,
+    FM_OP_ATTENTION_IN,
+    FM_OP_ATTENTION,     /* keys and values stored and read, softmax, gate */
+    FM_OP_ATTENTION_OUT,
+    FM_OP_ROUTER,        /* gates, choice of experts, grouping of tokens */
+    FM_OP_EXPERTS_IN,    /* gate and up of chosen and shared experts, with the activation */
+    FM_OP_EXPERTS_OUT,
+    FM_OP_HEAD,          /* final norm and logits of a decode step */
+    FM_OPS
+};
+
+/* Since profiling began. bytes: weights read, and state read and written, each once. */
+typedef struct {
+    double seconds, bytes;
+    long calls;
+} fm_op_cost;
+
+/* From now on every pass adds its costs to costs[FM_OPS]; NULL: no more. A pass's logits outside of fm_decode are not
+ * counted. */
+void fm_engine_profile(fm_engine *engine, fm_op_cost *costs);
+
 /* Whether this build and this CPU can run the tier. */
 int fm_tier_supported(const char *tier);
 

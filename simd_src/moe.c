@@ -12,9 +12,10 @@
 typedef struct {
     fm_engine *engine;
     const fm_layer *layer;
+    int cols;        /* of the intermediate that an item makes */
     int inner_items; /* per expert */
     int shared_items;
-    int step;        /* rows of a tile of down */
+    int rows;        /* of down that an item multiplies by */
 } moe_job;
 
 /* The k largest router logits of a token (the lowest index among equals) and the softmax over them, which equals the
@@ -71,7 +72,7 @@ static void group_tokens(fm_engine *e) {
 static void inner_tile(fm_engine *e, const fm_matrix *gate, const fm_matrix *up, int index, int up_row,
                        const int32_t *rows, int count, fm_input *inner, int slot, int col0, int col1, int worker) {
     const int width = col1 - col0;
-    float *g = fm_worker_scratch(e, worker), *u = g + FM_EXPERT_TOKENS * FM_EXPERT_COLS;
+    float *g = fm_worker_scratch(e, worker), *u = g + FM_EXPERT_TOKENS * FM_TILE_ROWS;
     for (int begin = 0; begin < count; begin += FM_EXPERT_TOKENS) {
         const int tokens = fm_least(FM_EXPERT_TOKENS, count - begin);
         fm_multiply(e, gate, index, col0, col1, &e->normed, rows + begin, tokens, g, (size_t)width);
@@ -90,15 +91,15 @@ static void inner_item(void *arg, int item, int worker) {
     fm_engine *e = job->engine;
     const fm_layer *layer = job->layer;
     if (item < job->shared_items) {
-        const int col0 = item * FM_EXPERT_COLS, col1 = fm_least(col0 + FM_EXPERT_COLS, e->spec.shared_hidden);
+        const int col0 = item * job->cols, col1 = fm_least(col0 + job->cols, e->spec.shared_hidden);
         inner_tile(e, &layer->shared_gate, &layer->shared_up, 0, 0, e->every_token, e->tokens, &e->shared_inner, 0,
                    col0, col1, worker);
         return;
     }
     item -= job->shared_items;
     const fm_expert_group *group = e->group + item / job->inner_items;
-    const int col0 = item % job->inner_items * FM_EXPERT_COLS;
-    const int col1 = fm_least(col0 + FM_EXPERT_COLS, e->spec.expert_hidden);
+    const int col0 = item % job->inner_items * job->cols;
+    const int col1 = fm_least(col0 + job->cols, e->spec.expert_hidden);
     inner_tile(e, &layer->experts_gate_up, &layer->experts_gate_up, group->expert, e->spec.expert_hidden,
                e->slot_token + group->begin, group->end - group->begin, &e->expert_inner, group->begin, col0, col1,
                worker);
@@ -120,8 +121,8 @@ static void down_item(void *arg, int item, int worker) {
     const moe_job *job = arg;
     fm_engine *e = job->engine;
     const fm_model_spec *s = &e->spec;
-    const int row0 = item * job->step, row1 = fm_least(row0 + job->step, s->hidden), width = row1 - row0;
-    float *part = fm_worker_scratch(e, worker), *sum = part + FM_EXPERT_TOKENS * FM_EXPERT_COLS;
+    const int row0 = item * job->rows, row1 = fm_least(row0 + job->rows, s->hidden), width = row1 - row0;
+    float *part = fm_worker_scratch(e, worker), *sum = part + FM_EXPERT_TOKENS * FM_TILE_ROWS;
     float *gate = sum + (size_t)e->tokens * width;
     memset(sum, 0, (size_t)e->tokens * width * sizeof(float));
     for (int i = 0; i < e->groups; i++) {
@@ -139,16 +140,24 @@ static void down_item(void *arg, int item, int worker) {
         e->ops->axpy(1.0f, sum + (size_t)t * width, width, e->hidden + (size_t)t * s->hidden + row0);
 }
 
+/* Columns of the intermediate in one item: few enough that threads finish together, many enough that tokens need not
+ * be laid side by side often. A multiple of 32, since they are quantised at once. */
+static int inner_cols(const fm_engine *e) {
+    int cols = FM_TILE_ROWS;
+    while (cols > FM_GROUP && (e->groups + 1) * fm_blocks(e->spec.expert_hidden, cols) < 24 * e->threads) cols /= 2;
+    return cols;
+}
+
+static int down_rows(const fm_engine *e) {
+    const int items = (e->tokens == 1 ? 16 : 4) * e->threads;
+    int rows = FM_TILE_ROWS;
+    while (rows > 2 * FM_BLOCK_ROWS && fm_blocks(e->spec.hidden, rows) < items) rows /= 2;
+    return rows;
+}
+
 void fm_moe(fm_engine *e, const fm_layer *layer) {
     const fm_model_spec *s = &e->spec;
-    const int rows = s->hidden / (4 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
-    moe_job job = {
-        .engine = e,
-        .layer = layer,
-        .inner_items = fm_blocks(s->expert_hidden, FM_EXPERT_COLS),
-        .shared_items = fm_blocks(s->shared_hidden, FM_EXPERT_COLS),
-        .step = rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, FM_EXPERT_COLS),
-    };
+    moe_job job = {.engine = e, .layer = layer, .rows = down_rows(e)};
     const size_t ld = (size_t)s->experts + 1;
     const fm_product gates[] = {
         {.matrix = &layer->router, .out = e->router, .ld = ld},
@@ -157,6 +166,14 @@ void fm_moe(fm_engine *e, const fm_layer *layer) {
     fm_multiply_all(e, &e->normed, gates, 2);
     fm_parallel_for(e->pool, e->tokens, choose, &job);
     group_tokens(e);
+    fm_charge(e, FM_OP_ROUTER, fm_products_bytes(gates, 2));
+    job.cols = inner_cols(e);
+    job.inner_items = fm_blocks(s->expert_hidden, job.cols);
+    job.shared_items = fm_blocks(s->shared_hidden, job.cols);
     fm_parallel_for(e->pool, job.shared_items + e->groups * job.inner_items, inner_item, &job);
-    fm_parallel_for(e->pool, fm_blocks(s->hidden, job.step), down_item, &job);
+    fm_charge(e, FM_OP_EXPERTS_IN,
+              e->groups * fm_matrix_bytes(&layer->experts_gate_up) + 2 * fm_matrix_bytes(&layer->shared_gate));
+    fm_parallel_for(e->pool, fm_blocks(s->hidden, job.rows), down_item, &job);
+    fm_charge(e, FM_OP_EXPERTS_OUT,
+              e->groups * fm_matrix_bytes(&layer->experts_down) + fm_matrix_bytes(&layer->shared_down));
 }

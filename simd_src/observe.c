@@ -36,8 +36,8 @@ static void expert_norms(void *arg, int item, int worker) {
     for (int begin = g->begin; begin < g->end; begin += FM_EXPERT_TOKENS) {
         const int count = fm_least(FM_EXPERT_TOKENS, g->end - begin);
         double sum[FM_EXPERT_TOKENS] = {0};
-        for (int row0 = 0; row0 < e->spec.hidden; row0 += FM_EXPERT_COLS) {
-            const int width = fm_least(FM_EXPERT_COLS, e->spec.hidden - row0);
+        for (int row0 = 0; row0 < e->spec.hidden; row0 += FM_TILE_ROWS) {
+            const int width = fm_least(FM_TILE_ROWS, e->spec.hidden - row0);
             fm_multiply(e, job->down, g->expert, row0, row0 + width, &e->expert_inner, e->every_token + begin, count,
                         part, (size_t)width);
             for (int i = 0; i < count; i++)

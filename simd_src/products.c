@@ -3,7 +3,7 @@
 
 #include "model.h"
 
-enum { MAX_PRODUCTS = 8, MOST_ROWS = 64 };
+enum { MAX_PRODUCTS = 8, VECTOR_ROWS = 512 };
 
 size_t fm_matrix_bytes(const fm_matrix *w) {
     const size_t weights = (size_t)w->rows * w->cols;
@@ -45,6 +45,7 @@ static void norm_token(void *arg, int token, int worker) {
 void fm_norm(fm_engine *e, const float *weight) {
     norm_job job = {e, weight};
     fm_parallel_for(e->pool, e->tokens, norm_token, &job);
+    fm_charge(e, FM_OP_NORM, (size_t)e->spec.hidden * sizeof(float));
 }
 
 typedef struct {
@@ -76,18 +77,26 @@ static void product_tile(void *arg, int item, int worker) {
     if (p->finish) p->finish(p->arg, row0, row1, p->out + row0);
 }
 
-/* Enough tiles that no thread waits long for the last, and not more calls than that needs. A float row weighs as much
- * as seven packed ones. */
-int fm_tile_rows(const fm_engine *e, const fm_matrix *w) {
+/* Rows of an item: enough items that no thread waits long for the last, and long streams: a short one costs the memory
+ * its start, and many tokens are laid side by side once an item. A float row weighs as much as seven packed ones. */
+int fm_item_rows(const fm_engine *e, const fm_matrix *w, int rows_of_job) {
     if (w->dtype == FM_F32 && e->quantized) return FM_BLOCK_ROWS;
-    const int rows = w->rows / (4 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
-    return rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, MOST_ROWS);
+    const int rows = rows_of_job / (8 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
+    return rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, e->tokens == 1 ? VECTOR_ROWS : FM_TILE_ROWS);
+}
+
+size_t fm_products_bytes(const fm_product *products, int count) {
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) bytes += fm_matrix_bytes(products[i].matrix);
+    return bytes;
 }
 
 void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count) {
     products_job job = {.engine = e, .in = in, .products = products, .count = count};
+    int rows = 0;
+    for (int i = 0; i < count; i++) rows += products[i].matrix->rows;
     for (int i = 0; i < count; i++) {
-        job.step[i] = fm_tile_rows(e, products[i].matrix);
+        job.step[i] = fm_item_rows(e, products[i].matrix, rows);
         job.first_item[i + 1] = job.first_item[i] + fm_blocks(products[i].matrix->rows, job.step[i]);
     }
     fm_parallel_for(e->pool, job.first_item[count], product_tile, &job);

@@ -1,10 +1,11 @@
 /* The thread pool (threads.h).
  *
- * A job is published by advancing `claim`, one 64-bit word of (epoch, next item). A worker takes an item by a
- * compare-and-swap on it, so an item is claimed only while its own job is open: a worker that slept through a job, or
- * was descheduled between reading the job and claiming, fails the swap and looks again. The caller therefore waits for
- * claimed items alone, never for a worker to arrive: on a busy machine a stopped thread delays its own item and
- * nothing else. Waiting is a spin of SPIN_CYCLES, then a futex, so that waiters give the core to whoever they wait for.
+ * Each thread has a lane, an equal run of consecutive items, so that what it reads is one stream; when its own lane is
+ * empty it goes through those of the others. A job is published by opening the lanes: one 64-bit word each, of (epoch,
+ * next item). An item is taken by a compare-and-swap on it, so it is claimed only while its own job is open: a worker
+ * that slept through a job, or was descheduled between reading the job and claiming, fails the swap and looks again.
+ * The caller therefore waits for claimed items alone, never for a worker to arrive: on a busy machine a stopped thread
+ * delays its own item and nothing else. Waiting is a spin of SPIN_CYCLES, then a futex, so that waiters give the core to whoever they wait for.
  */
 #define _GNU_SOURCE
 #include "threads.h"
@@ -27,6 +28,10 @@
 #define CLOSED 0x7fffffff /* next item while the job's fields are being written */
 
 typedef struct {
+    _Alignas(64) _Atomic uint64_t claim;
+} lane;
+
+typedef struct {
     _Alignas(64) fm_pool *pool;
     pthread_t thread;
     int index;
@@ -37,11 +42,11 @@ struct fm_pool {
     unsigned fork_count; /* of the process when the workers started: a forked child has none */
     atomic_int busy;
     worker *workers; /* [threads - 1] */
+    lane *lanes;     /* [threads] */
     pthread_t creator;
     cpu_set_t creator_cpus; /* before it was pinned */
     int creator_pinned;
 
-    _Alignas(64) _Atomic uint64_t claim;
     _Alignas(64) _Atomic(fm_task) task;
     _Atomic(void *) arg;
     atomic_int count;
@@ -67,22 +72,32 @@ static void futex_wake(_Atomic uint32_t *word, int count) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
 }
 
-/* Runs items of job `epoch` until none is left; returns how many. */
+/* The first item of a lane. */
+static uint32_t lane_begin(const fm_pool *pool, uint32_t count, int index) {
+    return (uint32_t)((uint64_t)count * (uint32_t)index / (uint32_t)pool->threads);
+}
+
+/* Runs items of job `epoch` until none is left, from the worker's own lane on; returns how many. */
 static uint32_t run_items(fm_pool *pool, uint32_t epoch, int index) {
     const fm_task task = atomic_load_explicit(&pool->task, memory_order_acquire);
     void *arg = atomic_load_explicit(&pool->arg, memory_order_acquire);
     const uint32_t count = (uint32_t)atomic_load_explicit(&pool->count, memory_order_acquire);
     uint32_t done = 0;
-    uint64_t claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
-    while (claim >> 32 == epoch && (uint32_t)claim < count) {
-        if (!atomic_compare_exchange_weak_explicit(&pool->claim, &claim, claim + 1, memory_order_acq_rel,
-                                                   memory_order_acquire))
-            continue;
-        inside_task = 1;
-        task(arg, (int)(uint32_t)claim, index);
-        inside_task = 0;
-        done++;
-        claim = atomic_load_explicit(&pool->claim, memory_order_acquire);
+    for (int turn = 0; turn < pool->threads; turn++) {
+        const int at = index + turn < pool->threads ? index + turn : index + turn - pool->threads;
+        const uint32_t end = lane_begin(pool, count, at + 1);
+        _Atomic uint64_t *word = &pool->lanes[at].claim;
+        uint64_t claim = atomic_load_explicit(word, memory_order_acquire);
+        while (claim >> 32 == epoch && (uint32_t)claim < end) {
+            if (!atomic_compare_exchange_weak_explicit(word, &claim, claim + 1, memory_order_acq_rel,
+                                                       memory_order_acquire))
+                continue;
+            inside_task = 1;
+            task(arg, (int)(uint32_t)claim, index);
+            inside_task = 0;
+            done++;
+            claim = atomic_load_explicit(word, memory_order_acquire);
+        }
     }
     return done;
 }
@@ -151,16 +166,20 @@ fm_pool *fm_pool_create(int threads, const int *cpus) {
     pthread_once(&fork_once, watch_forks);
     fm_pool *pool = aligned_alloc(64, sizeof *pool);
     worker *workers = aligned_alloc(64, (size_t)threads * sizeof *workers);
-    if (!pool || !workers) {
+    lane *lanes = aligned_alloc(64, (size_t)threads * sizeof *lanes);
+    if (!pool || !workers || !lanes) {
         free(pool);
         free(workers);
+        free(lanes);
         return NULL;
     }
-    *pool = (fm_pool){.threads = threads, .fork_count = fork_count, .workers = workers};
+    *pool = (fm_pool){.threads = threads, .fork_count = fork_count, .workers = workers, .lanes = lanes};
+    for (int i = 0; i < threads; i++) atomic_init(&lanes[i].claim, CLOSED);
     for (int i = 0; i < threads - 1; i++) {
         workers[i] = (worker){.pool = pool, .index = i + 1};
         if (start_worker(workers + i, cpus ? cpus + i + 1 : NULL) != 0) {
             stop_workers(pool, i);
+            free(lanes);
             free(workers);
             free(pool);
             return NULL;
@@ -179,6 +198,7 @@ void fm_pool_destroy(fm_pool *pool) {
     if (pool->creator_pinned && pthread_equal(pool->creator, pthread_self()))
         sched_setaffinity(0, sizeof pool->creator_cpus, &pool->creator_cpus);
     if (pool->fork_count == fork_count) stop_workers(pool, pool->threads - 1);
+    free(pool->lanes);
     free(pool->workers);
     free(pool);
 }
@@ -195,13 +215,16 @@ static void misuse(const char *what) {
 static uint32_t publish(fm_pool *pool, int count, fm_task task, void *arg) {
     const uint32_t last = atomic_load_explicit(&pool->epoch, memory_order_relaxed), epoch = last + 1;
     /* Closed first: a late worker that reads a mix of the old fields and the new ones must not get an item. Whoever
-     * acquires one of the new fields has seen this store, so its swap fails. */
-    atomic_store_explicit(&pool->claim, (uint64_t)last << 32 | CLOSED, memory_order_relaxed);
+     * acquires one of the new fields has seen these stores, so its swap fails. */
+    for (int i = 0; i < pool->threads; i++)
+        atomic_store_explicit(&pool->lanes[i].claim, (uint64_t)last << 32 | CLOSED, memory_order_relaxed);
     atomic_store_explicit(&pool->task, task, memory_order_release);
     atomic_store_explicit(&pool->arg, arg, memory_order_release);
     atomic_store_explicit(&pool->count, count, memory_order_release);
     atomic_store_explicit(&pool->unfinished, (uint32_t)count, memory_order_relaxed);
-    atomic_store_explicit(&pool->claim, (uint64_t)epoch << 32, memory_order_release);
+    for (int i = 0; i < pool->threads; i++)
+        atomic_store_explicit(&pool->lanes[i].claim, (uint64_t)epoch << 32 | lane_begin(pool, (uint32_t)count, i),
+                              memory_order_release);
     atomic_store(&pool->epoch, epoch);
     const int sleepers = atomic_load(&pool->sleepers);
     if (sleepers) futex_wake(&pool->epoch, sleepers < count ? sleepers : count - 1);

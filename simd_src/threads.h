@@ -15,7 +15,8 @@ fm_pool *fm_pool_create(int threads, const int *cpus);
 void fm_pool_destroy(fm_pool *pool);
 int fm_pool_threads(const fm_pool *pool);
 
-/* Runs all items, claimed dynamically one at a time (an atomic counter), and returns when all are done.
+/* Runs all items and returns when all are done. Each thread begins with an equal run of consecutive items, which should
+ * therefore lie in memory one after another, and then helps the others; items are claimed one at a time.
  * Results must not depend on which worker runs an item. Not reentrant. */
 void fm_parallel_for(fm_pool *pool, int count, fm_task task, void *arg);
 

@@ -15,6 +15,7 @@ from engine import bench
 from engine.bench import measure_decode, measure_prefill
 from engine.config import EngineConfig
 from engine.errors import ConfigError, OutOfMemory
+from engine.inventory import take_inventory
 from engine.vision_bench import measure_vision
 from server.config import DEMO_CHECKPOINT
 
@@ -51,6 +52,34 @@ def test_prefill_figures_fit_together() -> None:
     speed = measure_prefill(DEMO_CHECKPOINT, EngineConfig(threads=1), tokens=130, rounds=1, report=lambda text: None)
     assert speed.tokens_per_s == pytest.approx(130 / (speed.step_ms / 1e3))
     assert speed.gb_per_s > 0
+
+
+@pytest.mark.usefixtures("without_probe")
+def test_operations_account_for_a_decode_step() -> None:
+    speed = measure_decode(
+        DEMO_CHECKPOINT, EngineConfig(threads=1), context=64, tokens=4, rounds=2, report=lambda text: None
+    )
+    inventory, costs = take_inventory(DEMO_CHECKPOINT, EngineConfig()), {c.name: c for c in speed.operations}
+    model = inventory.model
+    assert costs["delta rule"].calls == 8 * model.delta_layers
+    assert costs["attention"].calls == 8 * model.attention_layers
+    assert costs["head"].calls == 8
+    assert all(cost.seconds > 0 for cost in costs.values())
+    assert sum(cost.seconds for cost in costs.values()) == pytest.approx((1 - speed.outside_share) * speed.seconds)
+    head = next(part for part in inventory.parts if part.name == "head")
+    assert costs["head"].nbytes == 8 * head.nbytes
+    # The small vectors that no operation counts: norms of heads, convolution, decay.
+    assert sum(cost.nbytes for cost in costs.values()) == pytest.approx(8 * inventory.decode_bytes(66), rel=0.05)
+    assert [line.split()[0] for line in speed.as_table().splitlines()[-2:]] == ["outside", "all"]
+
+
+@pytest.mark.usefixtures("without_probe")
+def test_operations_of_a_prefill_are_not_those_of_decode() -> None:
+    speed = measure_prefill(DEMO_CHECKPOINT, EngineConfig(threads=1), tokens=130, rounds=2, report=lambda text: None)
+    costs = {cost.name: cost for cost in speed.operations}
+    assert costs["embedding"].calls == 2
+    assert costs["head"].calls == 0
+    assert "head" not in speed.as_table()
 
 
 @pytest.mark.usefixtures("without_probe")
