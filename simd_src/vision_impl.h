@@ -9,6 +9,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define P (VECS * VW)
+#define LINE 16 /* floats */
 
 /* c[m] (+)= sum_k a[m * a_row + k * a_col] b[k] for `rows` rows of one panel. b and c have rows of P. Each element is
  * one chain of multiply-adds in ascending k, whatever tile it falls into. */
@@ -141,10 +142,21 @@ static void product(const fm_vision_product *p) {
         for (int i = 0; i < p->panels; i++) {
             const float *x = p->x + i * p->x_stride + (size_t)col * P;
             float *sum = sums + (size_t)i * rows * P;
-            if (col == 0)
-                tiles(rows, depth, wide, FM_VISION_STRIDE, 1, x, sum, 0);
-            else
-                tiles(rows, depth, wide, FM_VISION_STRIDE, 1, x, sum, 1);
+            /* The next panel comes from far away while this one is multiplied, a share with every tile. */
+            const float *next = i + 1 < p->panels ? x + p->x_stride : p->x + (size_t)(col + depth) * P;
+            const int lines = i + 1 < p->panels || col + depth < w->cols ? depth * P / LINE : 0;
+            const int share = (lines + rows / MR) / (rows / MR + 1);
+            int m = 0, line = 0;
+            for (; m + MR <= rows; m += MR) {
+                for (const int end = line + share < lines ? line + share : lines; line < end; line++)
+                    __builtin_prefetch(next + (size_t)line * LINE, 0, 2);
+                if (col == 0)
+                    tile(MR, depth, wide + m * FM_VISION_STRIDE, FM_VISION_STRIDE, 1, x, sum + (size_t)m * P, 0);
+                else
+                    tile(MR, depth, wide + m * FM_VISION_STRIDE, FM_VISION_STRIDE, 1, x, sum + (size_t)m * P, 1);
+            }
+            for (; m < rows; m++)
+                tile(1, depth, wide + m * FM_VISION_STRIDE, FM_VISION_STRIDE, 1, x, sum + (size_t)m * P, col > 0);
         }
     }
     const float *bias = p->linear->bias + p->row0;
