@@ -126,7 +126,8 @@ class CacheReport:
     """What the prefix cache did for one prompt. Counts in tokens.
 
     position: reused; matched: known to the cache; tier: "ram" or "disk", where the snapshot came from; load_s: time
-    to load it; provenance: "prefill" or "decode", how it was computed; miss_reason: why not more was reused.
+    to load it; provenance: "prefill" or "decode", how it was computed; miss_reason: why not more was reused; carried:
+    what an interrupted prefill had done of the tokens behind `position`, in whole tokens' worth of work.
     """
 
     tokens: int
@@ -136,6 +137,7 @@ class CacheReport:
     load_s: float
     provenance: str | None
     miss_reason: str | None
+    carried: int = 0
 
     @property
     def recomputed(self) -> int:

@@ -12,7 +12,7 @@ from types import TracebackType
 from engine.config import EngineConfig, ModelConfig
 from engine.core import CacheControl, FinishReason, GenerationRequest, Progress, Prompt, TokenResult
 from engine.errors import Cancelled, ContextLengthExceeded, KernelError, ModelFileError, OutOfMemory, RequestError
-from engine.model import Model
+from engine.model import Model, PausedPass
 from engine.placement import Placement, place
 from engine.profiler import OperationCost
 from engine.reuse import ModelCache, PromptRun, Reuse, cache_bytes, template_markers
@@ -188,13 +188,22 @@ class Engine:
             sight = Sight(self._pictures, request.prompt, request.cache)
         for stretch in run.stretches:
             begin = run.state.position
-            with closing(self._take(run, request.prompt, sight, stretch)) as steps:
+            # Pictures' embeddings are not kept with a pass, nor is what a card has of it.
+            can_pause = sight is None and not stretch.on_card
+            paused = run.paused_pass(stretch.end) if can_pause else None
+            layers = 0 if paused is None else paused.layers
+            with closing(self._take(run, request.prompt, sight, stretch, paused)) as steps:
                 while True:
                     if cancelled():
+                        if can_pause and layers == self.model.num_hidden_layers:
+                            run.reached()
+                        elif can_pause and layers:
+                            run.pause(PausedPass(layers, self._model.cpu.hidden), stretch.end)
                         run.cancelled()
                         raise Cancelled("the request was withdrawn")
                     try:
                         processed = begin + next(steps)
+                        layers += 1
                     except StopIteration as end:
                         row = end.value
                         break
@@ -209,12 +218,14 @@ class Engine:
         yield Progress(total, run.resumed, total, elapsed, run.report)
         return row
 
-    def _take(self, run: PromptRun, prompt: Prompt, sight: Sight | None, stretch: Stretch) -> Generator[int, None, int]:
+    def _take(
+        self, run: PromptRun, prompt: Prompt, sight: Sight | None, stretch: Stretch, paused: PausedPass | None
+    ) -> Generator[int, None, int]:
         """As `Model.advance_steps`, for one stretch of the prompt; pictures in it are encoded first."""
         state, begin = run.state, run.state.position
         ids, card = prompt.token_ids[begin : stretch.end], stretch if stretch.on_card else None
         if sight is None:
-            row = yield from self._model.advance_steps(state, ids, card=card, reached=run.reached)
+            row = yield from self._model.advance_steps(state, ids, card=card, reached=run.reached, paused=paused)
             run.reached()
             return row
 

@@ -6,6 +6,7 @@ Knows weights, states and the C engine; nothing of requests, text or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 def text_positions(first: int, count: int) -> Int32Array:
     """Rotary positions of text: int32 [count, 3], the three axes equal."""
     return np.repeat(np.arange(first, first + count, dtype=np.int32)[:, None], 3, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class PausedPass:
+    """A pass that was left between two layers. layers: how many are done; hidden: float32 [tokens, hidden size], the
+    residual stream behind them. The rest is in the state: keys, values and recurrent states of those layers."""
+
+    layers: int
+    hidden: Float32Array
 
 
 class Model:
@@ -85,13 +95,15 @@ class Model:
         *,
         card: Stretch | None = None,
         reached: Callable[[], None] = lambda: None,
+        paused: PausedPass | None = None,
     ) -> Generator[int, None, int]:
         """Append a segment of at least one token; returns the row of its last token in its last pass.
 
         Yields after each layer how far the segment is, in tokens. If the generator is left early the state must be
         dropped. positions: int32 [n, 3], by default those of text behind the state. embeddings: (index in the segment,
         rows float32 [k, hidden]) that take the place of the tokens' own. card: the tokens are this stretch of a
-        prompt, which may hold several segments and is computed by the card; `reached` is called at its stops.
+        prompt, which may hold several segments and is computed by the card; `reached` is called at its stops. paused:
+        where the first pass goes on; the state is the one that was left then.
         """
         ids = np.ascontiguousarray(token_ids, np.int32)
         if positions is None:
@@ -109,7 +121,11 @@ class Model:
             size = min(self.pass_tokens, len(ids) - begin)
             self.cpu.begin(ids[begin : begin + size], where[begin : begin + size])
             self._replace_embeddings(embeddings, begin, size)
-            for layer in range(layers):
+            done = 0
+            if paused is not None and begin == 0:
+                done = paused.layers
+                self.cpu.hidden[:] = paused.hidden
+            for layer in range(done, layers):
                 self.cpu.layers(state, layer, layer + 1, recurrent=False)
                 if layer == layers - 1:
                     state.position += size

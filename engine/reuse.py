@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from engine.config import CacheSettings, EngineConfig
-from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt
+from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt, UInt8Array
 from engine.cpu import build_digest, resolve_tier
 from engine.errors import ConfigError, RequestError
+from engine.model import PausedPass
 from engine.placement import spare_bytes
 from engine.segments import CardRule, segments, stretches
 from engine.state import SequenceState, page_bytes, recurrent_bytes
@@ -36,11 +39,13 @@ from prefix_cache import (
     MediaSpan,
     Namespace,
     Outcome,
+    Parked,
     PrefixCache,
     PromptKey,
     SnapshotInfo,
     canonical_cuts,
     clear_directory,
+    common_tokens,
     default_directory,
     default_disk_bytes,
     default_ram_bytes,
@@ -108,7 +113,10 @@ class Reuse:
 
 
 class ModelCache:
-    """The prefix cache of one loaded model. Its public methods are `engine.core.CacheControl`."""
+    """The prefix cache of one loaded model. Its public methods are `engine.core.CacheControl`.
+
+    interrupted: the last pass that was left in its middle, until it is taken up again.
+    """
 
     def __init__(self, weights: Weights, config: EngineConfig, ram_bytes: int, card: str = "") -> None:
         """Opens the disk tier and starts the thread that writes to it: on whatever processors the caller may use.
@@ -124,6 +132,7 @@ class ModelCache:
             self.prefix = PrefixCache(settings, _fingerprint(weights, config, card), geometry)
         except CacheError as error:
             raise ConfigError(f"the prefix cache cannot work with {ram_bytes} bytes of memory: {error}") from None
+        self.interrupted: Interrupted | None = None
         self.prefix.start()
         place = "nothing on disk" if disk is None else f"{_size(disk.capacity_bytes)} in {disk.directory}"
         log.info("Prefix cache: %s of memory, %s.", _size(ram_bytes), place)
@@ -145,6 +154,7 @@ class ModelCache:
 
     def clear(self, scope: bytes | None) -> int:
         """See CacheControl."""
+        self.interrupted = None
         return self.prefix.clear(scope_tag=self._tag(scope))
 
     def covered(self, prompt: Prompt, options: CacheOptions) -> int:
@@ -169,6 +179,20 @@ class ModelCache:
         return None if scope is None else Namespace(self.prefix.fingerprint, scope).scope_tag()
 
 
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A pass of the CPU that was left between two layers, from position `start` to `end` of the prompt `key`. shape: of
+    the residual stream; canonical: nothing but prefill was in the state; parked: the bytes."""
+
+    key: PromptKey
+    start: int
+    end: int
+    layers: int
+    shape: tuple[int, ...]
+    canonical: bool
+    parked: Parked
+
+
 class PromptRun:
     """One prompt on its way into a state.
 
@@ -180,6 +204,7 @@ class PromptRun:
         """Use `Reuse.begin`."""
         self.state = state
         self.report: CacheReport | None = None
+        self._shelf = reuse.cache
         self._cache = None if reuse.cache is None else reuse.cache.prefix
         self._options = options
         self._lease: Lease | None = None
@@ -245,6 +270,41 @@ class PromptRun:
                 self._key, self.state, position, self._exact_tokens, self._checkpoint
             )
             self._last_kept = position
+
+    def pause(self, paused: PausedPass, end: int) -> None:
+        """Prefill will be given up in the middle of the pass that would have come to `end`: keep what it has done."""
+        if self._cache is None or self._shelf is None or not self._options.write or end > self._key.limit:
+            return
+        parked = self._cache.park([paused.hidden, *self._pass_arrays(end)])
+        if parked is not None:
+            self._shelf.interrupted = Interrupted(
+                self._key, self.state.position, end, paused.layers, paused.hidden.shape, self._canonical, parked
+            )
+
+    def paused_pass(self, end: int) -> PausedPass | None:
+        """Where the pass from the state's position to `end` goes on, if that very pass was interrupted; the state is
+        then the one of that moment."""
+        left = None if self._shelf is None else self._shelf.interrupted
+        if left is None or not self._options.read or (left.start, left.end) != (self.state.position, end):
+            return None
+        if common_tokens(left.key, self._key) < end or (self._options.exact and not left.canonical):
+            return None
+        assert self._shelf is not None
+        self._shelf.interrupted = None
+        self.state.reserve(end)
+        hidden = np.empty(left.shape, np.float32)
+        if not left.parked.restore([hidden, *self._pass_arrays(end)]):
+            return None
+        self._canonical = self._canonical and left.canonical
+        if self.report is not None:
+            layers = self.state.config.num_hidden_layers
+            self.report = replace(self.report, carried=(end - left.start) * left.layers // layers)
+        return PausedPass(left.layers, hidden)
+
+    def _pass_arrays(self, end: int) -> list[UInt8Array]:
+        """What a pass from the state's position to `end` writes to, residual stream apart."""
+        pages = range(self.state.position // PAGE_TOKENS, -(-end // PAGE_TOKENS))
+        return [*self.state.recurrent(), *(self.state.page(index) for index in pages)]
 
     def cancelled(self) -> None:
         """Prefill was given up in the middle of a segment: what stays is how far the one before it came. The state is

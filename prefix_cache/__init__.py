@@ -28,10 +28,10 @@ it had reached it, and stops for good at the first decoded token. `tests/prefix_
 in small.
 """
 
-from .cache import Checkpoint, Lease, PrefixCache, SnapshotInfo, Stored
+from .cache import Checkpoint, Lease, Parked, PrefixCache, SnapshotInfo, Stored
 from .config import CacheConfig, DiskConfig, default_directory, default_disk_bytes, default_ram_bytes
 from .disk import FolderInfo, clear_directory, list_directory
-from .flight import Flight, Flights
+from .flight import Flight, Flights, common_tokens
 from .key import PAGE_TOKENS, CacheError, MediaSpan, Namespace, PromptKey, fingerprint
 from .policy import SEGMENT_TOKENS, Cuts, Markers, Placement, canonical_cuts, plan, snap
 from .snapshot import Geometry, Kind, Provenance, StateSource
@@ -40,7 +40,7 @@ from .stats import MissReason, Outcome, Stats, Tier
 __all__ = [
     "PAGE_TOKENS", "SEGMENT_TOKENS", "CacheConfig", "CacheError", "Checkpoint", "Cuts", "DiskConfig", "Flight",
     "Flights", "FolderInfo", "Geometry", "Kind", "Lease", "Markers", "MediaSpan", "MissReason", "Namespace",
-    "Outcome", "Placement", "PrefixCache", "PromptKey", "Provenance", "SnapshotInfo", "StateSource", "Stats",
-    "Stored", "Tier", "canonical_cuts", "clear_directory", "default_directory", "default_disk_bytes",
-    "default_ram_bytes", "fingerprint", "list_directory", "plan", "snap",
+    "Outcome", "Parked", "Placement", "PrefixCache", "PromptKey", "Provenance", "SnapshotInfo", "StateSource",
+    "Stats", "Stored", "Tier", "canonical_cuts", "clear_directory", "common_tokens", "default_directory",
+    "default_disk_bytes", "default_ram_bytes", "fingerprint", "list_directory", "plan", "snap",
 ]  # fmt: skip

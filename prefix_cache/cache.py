@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -115,6 +115,29 @@ class Checkpoint:
         with self._cache._index.lock:
             if self._entry in self._cache._index.entries:
                 self._cache._index.remove(self._entry, remember=False)
+
+
+class Parked:
+    """Bytes that lie in the arena until they are wanted back, and make room before any snapshot does. Made by
+    `PrefixCache.park`."""
+
+    def __init__(self, cache: PrefixCache, blocks: list[int], nbytes: int) -> None:
+        self._cache, self.blocks, self._nbytes = cache, blocks, nbytes
+
+    def restore(self, targets: Sequence[npt.NDArray[np.generic]]) -> bool:
+        """Fill C-contiguous arrays of the sizes that were parked, and give up the memory. False, and nothing filled:
+        the bytes have made room for others."""
+        index = self._cache._index
+        with index.lock:
+            if index.parked is not self:
+                return False
+            index.parked = None
+        try:
+            gather([index.arena.view(block) for block in self.blocks], targets, self._nbytes)
+        finally:
+            with index.lock:
+                index.arena.release(self.blocks)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +305,8 @@ class PrefixCache:
         if isinstance(entry, Stored):
             if replaces is not None and entry is Stored.EXISTS:
                 replaces.drop()
+            with self._index.lock:
+                self.stats.shadow_wasted_tokens += shadow_tokens
             return entry
         with self._index.lock:
             entry.shadow_tokens += shadow_tokens
@@ -300,6 +325,21 @@ class PrefixCache:
         if entry is Stored.EXISTS and replaces is not None:
             replaces.drop()
         return replaces if entry is Stored.NO_ROOM else None
+
+    def park(self, arrays: Sequence[npt.NDArray[np.generic]]) -> Parked | None:
+        """Keep a copy of C-contiguous arrays, in place of what was parked before. None: there is no room."""
+        nbytes = sum(array.nbytes for array in arrays)
+        count = -(-nbytes // self.geometry.page_bytes)
+        with self._index.lock:
+            self._index.drop_parked()
+            blocks = self._index.arena.reserve(count) if self._index.make_room(count) else None
+        if blocks is None:
+            return None
+        scatter(arrays, [self._index.arena.view(block) for block in blocks], nbytes)
+        parked = Parked(self, blocks, nbytes)
+        with self._index.lock:
+            self._index.parked = parked
+        return parked
 
     def shadow_computed(self, tokens: int) -> None:
         """Count tokens that were computed ahead of demand and are in a snapshot."""
@@ -456,6 +496,7 @@ class PrefixCache:
         """Delete all snapshots (of one scope) and what is remembered of evicted ones, pins included, in RAM and on
         disk. Leases stay valid. Returns the number of snapshots deleted."""
         with self._index.lock:
+            self._index.drop_parked()
             entries = [e for e in self._index.entries if scope_tag in (None, e.node.root.scope_tag)]
             for entry in entries:
                 self._index.remove(entry, remember=False)

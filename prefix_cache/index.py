@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from .arena import Arena, UInt8Array
 from .config import CacheConfig
@@ -22,11 +23,18 @@ _RESCORED = 256
 _SPARE_PART = 64
 
 
+class HoldsBlocks(Protocol):
+    """Something outside the tree that has blocks of the arena."""
+
+    blocks: list[int]
+
+
 class Index:
     """State of one cache.
 
     requests: lookups so far, the clock of ages. waiting: snapshots to be written and since when they may be.
-    loading: snapshots being read from disk, which must not leave it. prefill_rate in tokens/s, disk_rate in bytes/s.
+    loading: snapshots being read from disk, which must not leave it. parked: bytes of no snapshot, the first to go.
+    prefill_rate in tokens/s, disk_rate in bytes/s.
     Raises CacheError if the arena cannot hold one snapshot.
     """
 
@@ -49,6 +57,7 @@ class Index:
         self.ghosts: OrderedDict[Ghost, None] = OrderedDict()
         self.waiting: dict[Entry, float] = {}
         self.loading: Counter[Entry] = Counter()
+        self.parked: HoldsBlocks | None = None
         self.requests = 0
         self.prefill_rate = config.prefill_tokens_per_s
         self.disk_rate = config.disk_bytes_per_s
@@ -270,6 +279,8 @@ class Index:
 
     def make_room(self, count: int) -> bool:
         """Evict until `count` blocks are free; False, with nothing evicted, if leases and pins forbid it."""
+        if count > self.arena.free:
+            self.drop_parked()
         if count <= self.arena.free:
             return True
         victims = [e for e in self.entries if self._may_leave_ram(e)]
@@ -287,6 +298,12 @@ class Index:
                 assert copy is not None
                 self.unref_copy(copy)
         return True
+
+    def drop_parked(self) -> None:
+        """Give up what is parked."""
+        if self.parked is not None:
+            self.arena.release(self.parked.blocks)
+            self.parked = None
 
     @staticmethod
     def _may_leave_ram(entry: Entry) -> bool:

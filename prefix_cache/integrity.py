@@ -90,6 +90,8 @@ def _check_ram(index: Index, nodes: list[Node], problems: list[str]) -> None:
             owner[copy.tail] += 1
         if copy.leaf is not None:
             refs[copy.leaf] += 1
+    if index.parked is not None:
+        owner.update(index.parked.blocks)
     problems += [
         f"KV page at depth {p.node.depth} has {p.refs} references, counted {refs[p]}"
         for p in pages

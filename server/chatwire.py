@@ -59,6 +59,7 @@ class UsageCount:
             "hit_position": report.position,
             "matched": report.matched,
             "recomputed": report.recomputed,
+            "carried": report.carried,
             "tier": report.tier,
             "load_ms": round(report.load_s * 1000, 3),
             "provenance": report.provenance,

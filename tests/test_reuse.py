@@ -181,6 +181,79 @@ def test_cancelled_work_is_kept_to_the_last_pass(load: Load, plain: Engine) -> N
     assert results == run(plain, wanted)[0]
 
 
+def test_an_interrupted_pass_goes_on_where_it_was(load: Load, plain: Engine) -> None:
+    engine = load()
+    wanted = request(turn(3, 1000))
+    cancel_after(engine, wanted, 2 * 5 + 2)  # two passes, and two layers of the third
+    cancel_after(engine, wanted, 1)  # one more
+    results, report = run(engine, wanted)
+    assert report is not None
+    assert (report.position, report.carried) == (256, 128 * 3 // 4)
+    assert results == run(plain, wanted)[0]
+    assert run(engine, wanted)[1] is not None
+    assert integrity(engine) == []
+
+
+def test_a_pass_that_is_whole_is_kept_as_such(load: Load, plain: Engine) -> None:
+    engine = load()
+    wanted = request(turn(3, 1000))
+    cancel_after(engine, wanted, 2 * 5 + 4)  # the fifth question finds that all layers are done
+    results, report = run(engine, wanted)
+    assert report is not None
+    assert (report.position, report.carried) == (384, 0)
+    assert results == run(plain, wanted)[0]
+
+
+@pytest.mark.parametrize("change", ["token", "salt", "write", "read", "clear"])
+def test_an_interrupted_pass_is_nobody_elses(load: Load, plain: Engine, change: str) -> None:
+    engine = load()
+    first = turn(3, 1000)
+    cancel_after(engine, request(first, write=change != "write"), 2 * 5 + 3)
+    if change == "token":
+        first = [*first[:300], 181, *first[301:]]
+    elif change == "clear":
+        assert engine.cache is not None
+        engine.cache.clear(None)
+    options = {"salt": {"salt": b"s"}, "read": {"read": False}}.get(change, {})
+    results, report = run(engine, request(first, **options))
+    assert report is not None
+    assert report.carried == 0
+    assert results == run(plain, request(first))[0]
+    assert integrity(engine) == []
+
+
+def test_exact_requests_take_up_exact_passes_only(load: Load, plain: Engine) -> None:
+    engine = load()
+    begun = request(turn(1, 150), max_tokens=20, keep_reply=lambda: True)
+    reply = [result.token_id for result in run(engine, begun)[0]]
+    following = [*begun.prompt.token_ids.tolist(), *reply], turn(2, 700)
+    cancel_after(engine, request(*following), 2 * 5 + 3)
+    exact, report = run(engine, request(*following, exact=True, write=False))
+    assert report is not None
+    assert report.carried == 0
+    assert exact == run(plain, request(*following))[0]
+
+
+def test_what_is_parked_makes_room_for_snapshots(load: Load, plain: Engine) -> None:
+    engine = load(ram=2 << 20)
+    cancel_after(engine, request(turn(3, 1000)), 2 * 5 + 3)
+    assert engine.cache is not None
+    for seed in range(5, 12):
+        wanted = request(turn(seed, 300))
+        assert run(engine, wanted)[0] == run(plain, wanted)[0]
+    assert integrity(engine) == []
+    results, report = run(engine, request(turn(3, 1000)))
+    assert report is not None
+    assert report.carried == 0
+    assert results == run(plain, request(turn(3, 1000)))[0]
+
+
+def integrity(engine: Engine) -> list[str]:
+    control: Any = engine.cache
+    problems: list[str] = control.prefix.check_integrity()
+    return problems
+
+
 def test_replies_are_kept_on_demand_and_never_serve_exact_requests(load: Load, plain: Engine) -> None:
     engine = load()
     asked = [True]

@@ -179,8 +179,9 @@ class Session:
         self.server.post("/v1/chat/completions", PING)  # answered when the cancelled request has ended
         started = time.perf_counter()
         report = self.server.post("/v1/chat/completions", body)["fermion"]["cache"]
-        self.row.prompt, self.row.ideal, self.row.recomputed = total, total - seen, report["recomputed"]
-        self.row.cancel = report["recomputed"] - (total - seen)
+        recomputed = report["recomputed"] - report["carried"]
+        self.row.prompt, self.row.ideal, self.row.recomputed = total, total - seen, recomputed
+        self.row.cancel = recomputed - (total - seen)
         self.row.later_s.append(time.perf_counter() - started)
 
 

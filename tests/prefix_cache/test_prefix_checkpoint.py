@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from cache_fakes import SMALL, FakeState, disk_config, hit, make_cache, make_key, store, tokens
 
 from prefix_cache import PAGE_TOKENS, Checkpoint, Kind, PrefixCache, Stored
@@ -73,6 +74,31 @@ def test_only_a_kept_checkpoint_counts_and_reaches_the_disk(tmp_path):
     assert cache.stats.stored == {"cancel": 1}
     cache.clear()
     assert not checkpoint.keep()
+
+
+def test_parked_bytes_come_back_once_and_make_room_first():
+    cache = make_cache(blocks=20)
+    arrays = [np.arange(50, dtype=np.uint8), np.arange(12, dtype=np.float32).reshape(3, 4)]
+    parked = cache.park(arrays)
+    assert cache.gauges()["ram_bytes"] == 2 * SMALL.page_bytes
+    assert cache.check_integrity() == []
+    back = [np.zeros_like(array) for array in arrays]
+    assert parked.restore(back)
+    for array, copy in zip(arrays, back, strict=True):
+        assert np.array_equal(array, copy)
+    assert not parked.restore(back)
+    assert cache.gauges()["ram_bytes"] == 0
+    first = cache.park(arrays)
+    second = cache.park(arrays)
+    assert not first.restore(back)
+    store(cache, make_key(IDS), 640)
+    store(cache, make_key(tokens(200, seed=3)), 128)
+    assert not second.restore(back)
+    assert cache.park([np.zeros(21 * SMALL.page_bytes, np.uint8)]) is None
+    cache.park(arrays)
+    cache.clear()
+    assert cache.gauges()["ram_bytes"] == 0
+    assert cache.check_integrity() == []
 
 
 def take(cache: PrefixCache, position: int, shadow_tokens: int, kind: Kind = Kind.SHADOW) -> None:
