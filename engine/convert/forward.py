@@ -15,10 +15,11 @@ import numpy as np
 from engine._simd import ffi, lib
 from engine.config import EngineConfig, LayerType, ModelConfig
 from engine.convert.corpus import Sample
-from engine.core import Float32Array, Int32Array
+from engine.core import Float32Array, Int32Array, Prompt
 from engine.formats import dequantize_q4
 from engine.model import Model, text_positions
 from engine.placement import choose_threads
+from engine.vision import VisionTower, check_pictures, rotary_positions
 from engine.weights import MtpWeights, Weights, load_weights, mtp_weights
 
 LONGEST = 2048  # tokens of a sample
@@ -61,6 +62,8 @@ class Forward:
         self._model = Model(
             checkpoint, self._engine, threads=choose_threads(threads)[0], cpus=None, max_context=LONGEST
         )
+        cpu = self._model.cpu
+        self._tower = VisionTower(checkpoint.vision, cpu.tier, cpu.pool) if checkpoint.vision is not None else None
 
     def mtp(self) -> MtpForward | None:
         """The checkpoint's layer for multi-token prediction, to be closed by the caller; None if it has none."""
@@ -69,6 +72,8 @@ class Forward:
 
     def close(self) -> None:
         """Frees the engine."""
+        if self._tower is not None:
+            self._tower.close()
         self._model.close()
 
     def logits(self, sample: Sample) -> Iterator[Float32Array]:
@@ -85,6 +90,7 @@ class Forward:
     def embed(self, sample: Sample) -> Float32Array:
         """The residual stream before the first layer, [T, hidden]."""
         self._begin(sample)
+        self._show(sample)
         return self._model.cpu.hidden.copy()
 
     def layer(self, sample: Sample, index: int, hidden: Float32Array) -> tuple[Float32Array, Observation]:
@@ -106,11 +112,24 @@ class Forward:
 
     def _run(self, sample: Sample) -> None:
         self._begin(sample)
+        self._show(sample)
         self._model.cpu.layers(self._model.new_state(), 0, self.config.num_hidden_layers, recurrent=False)
 
     def _begin(self, sample: Sample) -> None:
-        ids = sample.token_ids
-        self._model.cpu.begin(ids, text_positions(0, len(ids)))
+        ids, vision = sample.token_ids, self.config.vision
+        positions = text_positions(0, len(ids))
+        if sample.images and vision is not None:
+            positions = rotary_positions(len(ids), sample.images, vision)
+        self._model.cpu.begin(ids, positions)
+
+    def _show(self, sample: Sample) -> None:
+        """What the tower makes of the pictures, in place of their tokens."""
+        if not sample.images:
+            return
+        check_pictures(Prompt(sample.token_ids, images=sample.images), self.config)
+        assert self._tower is not None
+        for image in sample.images:
+            self._model.cpu.hidden[image.start : image.start + image.count] = self._tower.encode(image.pixels)
 
     def _observe(self, index: int, mixer_input: Float32Array) -> Observation:
         seen = ffi.new("fm_observation *")
@@ -176,8 +195,9 @@ class MtpForward:
 
 
 def _following(sample: Sample) -> Sample:
-    """The tokens that are t + 1 for some t."""
-    return replace(sample, token_ids=sample.token_ids[1:], first_label=max(1, sample.first_label - 1))
+    """The tokens that are t + 1 for some t, rotated by their own positions: what counts is how far apart they are."""
+    images = tuple(replace(image, start=image.start - 1) for image in sample.images)
+    return replace(sample, token_ids=sample.token_ids[1:], first_label=max(1, sample.first_label - 1), images=images)
 
 
 def _dense(mtp: MtpWeights) -> Float32Array:

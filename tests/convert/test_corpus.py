@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_checkpoint as tiny
 
 from engine.convert.corpus import CorpusReader, take
 from engine.errors import ConfigError, ModelFileError
@@ -41,6 +42,7 @@ def checkpoint(tmp_path: Path) -> Path:
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config(vision=False)))
     return tmp_path
 
 
