@@ -161,7 +161,7 @@ def test_the_demo_model_answers_lessons_about_pictures(model: Forward) -> None:
     logits = [[row.copy() for row in model.logits(sample)] for sample in chosen]
     score = compare(chosen, logits, logits)
     right = sum(skill.exact for skill in score.skills.values())
-    assert right >= 9
+    assert right >= 5
     # Other pixels, other answers: the pictures are what is looked at.
     blank = [
         Sample(
@@ -170,7 +170,7 @@ def test_the_demo_model_answers_lessons_about_pictures(model: Forward) -> None:
         for s in chosen
     ]
     blind = compare(chosen, logits, map(model.logits, blank))
-    assert sum(skill.exact for skill in blind.skills.values()) < right - 3
+    assert sum(skill.exact for skill in blind.skills.values()) < right / 2
     accepted = draft_acceptance(model, chosen)
     assert accepted is not None
     assert accepted > 0.5
