@@ -23,6 +23,9 @@
 
 #define CHUNK 32
 #define THREADS 256
+#ifndef LOADS_AHEAD
+#define LOADS_AHEAD 1 /* rounds of a loop over memory that are unrolled: as many as registers allow */
+#endif
 
 template <int D>
 struct DeltaWork {
@@ -171,7 +174,7 @@ struct ScanShared {
 template <int K, int PITCH>
 static __device__ __forceinline__ void scan_product(const float *left0, const float *left1, const float (*s)[PITCH],
                                                     int column, float (&acc)[2][4]) {
-#pragma unroll 1
+#pragma unroll LOADS_AHEAD
     for (int k = 0; k < K; k += 4) {
         const float4 l0 = *(const float4 *)(left0 + k), l1 = *(const float4 *)(left1 + k);
         const float l[2][4] = {{l0.x, l0.y, l0.z, l0.w}, {l1.x, l1.y, l1.z, l1.w}};
@@ -235,7 +238,7 @@ static __device__ __forceinline__ void delta_scan(ScanShared<D> &shared, const f
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int c = 0; c < 4; ++c) next[i][c] = decay * shared.s[k + i][column + c];
-#pragma unroll 2
+#pragma unroll 2 * LOADS_AHEAD
             for (int t = 0; t < CHUNK; ++t) {
                 const float4 left = *(const float4 *)(part + DeltaWork<D>::K + t * D + k);
                 const float2 low = *(const float2 *)&shared.n[t][column], high = *(const float2 *)&shared.n[t][column + 2];

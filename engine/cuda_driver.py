@@ -81,9 +81,10 @@ class Card(Protocol):
 class CudaCard:
     """A card behind libcuda. The thread that made it must be the one that uses it."""
 
-    def __init__(self, ptx: Path, device: int = 0) -> None:
-        """Load all kernels of the modules in the directory `ptx`. KernelError if there is no driver, no such device,
-        or if it refuses the PTX."""
+    def __init__(self, ptx: Path, device: int = 0, *, newest: int = 1000) -> None:
+        """Load all kernels of the modules in the directory `ptx`, each in the form for the newest cards that this one
+        can run: a folder `sm_80` holds forms for compute capability 8.0 on. newest: disregard forms for later ones.
+        KernelError if there is no driver, no such device, or if it refuses the PTX."""
         try:
             self._lib = ctypes.CDLL(_LIBRARY)
         except OSError as error:
@@ -102,7 +103,8 @@ class CudaCard:
         for stream in (self._compute, self._copies):
             self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
         self._functions: dict[str, ctypes.c_void_p] = {}
-        self._modules = [self._load(path) for path in sorted(ptx.glob("*.ptx"))]
+        own = min(newest, 10 * self.capability[0] + self.capability[1])
+        self._modules = [self._load(path) for path in modules_for(ptx, own)]
         self._events: list[ctypes.c_void_p] = []
         self._registered: list[int] = []
 
@@ -249,6 +251,16 @@ class CudaCard:
             self._lib.cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
             text = name.value.decode() if name.value else f"status {status}"
             raise KernelError(f"{call} failed: {text}{': ' + detail if detail else ''}")
+
+
+def modules_for(ptx: Path, capability: int) -> list[Path]:
+    """The PTX files for a card: of each name, the form for the latest capability (80 for 8.0) up to the card's."""
+    folders = {int(folder.name.removeprefix("sm_")): folder for folder in ptx.glob("sm_*")}
+    chosen = {path.name: path for path in sorted(ptx.glob("*.ptx"))}
+    for minimum, folder in sorted(folders.items()):
+        if minimum <= capability:
+            chosen |= {path.name: path for path in sorted(folder.glob("*.ptx"))}
+    return [chosen[name] for name in sorted(chosen)]
 
 
 def kernel_argument(argument: Argument) -> ctypes._SimpleCData[Any]:

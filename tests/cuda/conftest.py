@@ -12,3 +12,9 @@ from cuda_emulator import build
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels compiled for the CPU, without sanitizers."""
     return build(tmp_path_factory.mktemp("cuda_emu"), sanitize=False)
+
+
+@pytest.fixture(scope="session")
+def newer_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the kernels for tensor cores."""
+    return build(tmp_path_factory.mktemp("cuda_emu_newer"), sanitize=False, newer="sm_80")

@@ -31,6 +31,11 @@ class Device(Protocol):
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: object) -> None: ...
 
 
+SPLIT_BOUNDS = 4.0
+"""Share of the bounds, which are those of float32 sums, that products on tensor cores may use: they take activations as
+two bfloat16 numbers, so that each is off by up to 2^-17."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One output of a kernel: what it gave, what it should be, and how far apart the two may lie."""

@@ -35,14 +35,19 @@ def kernel_names(source: Path) -> list[str]:
     return names
 
 
-def build(target: Path, sanitize: bool) -> Path:
-    """Compiles all kernels with g++ into the shared library ``target``/libkernels.so and returns its path."""
+def build(target: Path, sanitize: bool, newer: str | None = None) -> Path:
+    """Compiles all kernels with g++ into the shared library ``target``/libkernels.so and returns its path. newer: the
+    build for newer cards (a folder of cuda_src) whose kernels take the place of others."""
     target.mkdir(parents=True, exist_ok=True)
     library = target / "libkernels.so"
     units = []
     for source in sorted(CUDA_SOURCES.glob("*.cu")):
         unit = target / f"{source.stem}.cpp"
-        lines = [f'#include "{source}"', *(f"EMU_KERNEL({name})" for name in kernel_names(source))]
+        own = CUDA_SOURCES / newer / source.name if newer else source
+        lines = [
+            f'#include "{own if own.exists() else source}"',
+            *(f"EMU_KERNEL({name})" for name in kernel_names(source)),
+        ]
         unit.write_text("\n".join(lines) + "\n")
         units.append(unit)
     flags = [

@@ -28,10 +28,12 @@ BLOCKS = CUDA_SOURCES.parent / "simd_src" / "blocks.h"
 COMPILER = "clang++-19"
 COMPILER_VERSION = "Debian clang version 19.1.7 (3~deb12u1)"
 FLAGS = (
-    "-x", "cuda", "--cuda-device-only", "--cuda-gpu-arch=sm_20", "-nocudainc", "-nocudalib",
+    "-x", "cuda", "--cuda-device-only", "-nocudainc", "-nocudalib",
     "--cuda-path=/nonexistent",  # or an installed toolkit would raise .version beyond what driver 390 takes
-    "--cuda-feature=+ptx32", "-std=c++17", "-O3", "-ffp-contract=off", "-Wall", "-Werror", "-S",
+    "-std=c++17", "-O3", "-ffp-contract=off", "-Wall", "-Werror", "-S",
 )  # fmt: skip
+TARGETS = {"sm_20": "3.2", "sm_80": "7.0"}
+"""PTX version of each target. sm_20 is every kernel; the others are folders of forms for newer cards."""
 
 MAX_REGISTERS = 63
 MAX_SHARED_BYTES = 48 * 1024
@@ -58,8 +60,23 @@ class PtxError(Exception):
 
 
 def sources() -> list[Path]:
-    """The .cu files, one PTX module each."""
-    return sorted(CUDA_SOURCES.glob("*.cu"))
+    """The .cu files, one PTX module each: those for Fermi, then those for newer cards."""
+    return [*sorted(CUDA_SOURCES.glob("*.cu")), *sorted(CUDA_SOURCES.glob("sm_*/*.cu"))]
+
+
+def module_name(source: Path) -> str:
+    """`rope` for cuda_src/rope.cu, `sm_80/rope` for cuda_src/sm_80/rope.cu."""
+    return source.relative_to(CUDA_SOURCES).with_suffix("").as_posix()
+
+
+def target(name: str) -> str:
+    """The target of a module."""
+    return name.rpartition("/")[0] or "sm_20"
+
+
+def kernels_of(name: str) -> list[str]:
+    """The kernels of a module; a form for newer cards has those of its namesake."""
+    return sorted(kernel_names(CUDA_SOURCES / f"{name.rpartition('/')[2]}.cu"))
 
 
 def compiler_version() -> str | None:
@@ -71,30 +88,33 @@ def compiler_version() -> str | None:
 
 def compile_source(source: Path) -> str:
     """The PTX text of one .cu file."""
+    card = target(module_name(source))
+    flags = (*FLAGS, f"--cuda-gpu-arch={card}", f"--cuda-feature=+ptx{TARGETS[card].replace('.', '')}")
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "out.ptx"
-        command = [COMPILER, *FLAGS, source.name, "-o", str(target)]
+        out = Path(folder) / "out.ptx"
+        command = [COMPILER, *flags, source.name, "-o", str(out)]
         result = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
         if result.returncode:
-            raise PtxError(f"{source.name} does not compile:\n{result.stderr}")
-        return target.read_text()
+            raise PtxError(f"{module_name(source)} does not compile:\n{result.stderr}")
+        return out.read_text()
 
 
 def source_hash() -> str:
     """SHA-256 over the names and contents of everything that the PTX is made from, and over the compiler command."""
     digest = hashlib.sha256()
-    headers = [*CUDA_SOURCES.glob("*.h"), *CUDA_SOURCES.glob("*.cuh"), BLOCKS]
-    for path in sorted([*sources(), *headers], key=lambda path: path.name):
-        digest.update(f"{path.name}\n".encode() + path.read_bytes())
-    digest.update("\n".join([COMPILER_VERSION, *FLAGS]).encode())
+    headers = [*CUDA_SOURCES.glob("*.h"), *CUDA_SOURCES.rglob("*.cuh"), BLOCKS]
+    for path in sorted([*sources(), *headers], key=lambda path: path.relative_to(CUDA_SOURCES.parent).as_posix()):
+        digest.update(f"{path.relative_to(CUDA_SOURCES.parent).as_posix()}\n".encode() + path.read_bytes())
+    digest.update("\n".join([COMPILER_VERSION, *FLAGS, *(f"{card} {ptx}" for card, ptx in TARGETS.items())]).encode())
     return digest.hexdigest()
 
 
 def manifest(modules: dict[str, str]) -> str:
-    """The manifest text for PTX ``modules`` (file stem -> text)."""
+    """The manifest text for PTX ``modules`` (name -> text)."""
     content = {
         "compiler": COMPILER_VERSION,
         "flags": list(FLAGS),
+        "targets": TARGETS,
         "sources_sha256": source_hash(),
         "ptx_sha256": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(modules.items())},
     }
@@ -102,22 +122,27 @@ def manifest(modules: dict[str, str]) -> str:
 
 
 def committed() -> dict[str, str]:
-    """The PTX modules in the repository, file stem -> text."""
-    return {path.stem: path.read_text() for path in sorted(PTX.glob("*.ptx"))}
+    """The PTX modules in the repository, by name."""
+    return {path.relative_to(PTX).with_suffix("").as_posix(): path.read_text() for path in sorted(PTX.rglob("*.ptx"))}
+
+
+def for_fermi(modules: dict[str, str]) -> dict[str, str]:
+    """Those that a Fermi card loads."""
+    return {name: text for name, text in modules.items() if target(name) == "sm_20"}
 
 
 def lint(name: str, text: str) -> list[str]:
     """Everything in a module that a Fermi card, its last driver or the emulation could not be trusted with."""
     faults = [
         f"{name}: no '{directive}'"
-        for directive in (".version 3.2", ".target sm_20", ".address_size 64")
+        for directive in (f".version {TARGETS[target(name)]}", f".target {target(name)}", ".address_size 64")
         if not re.search(rf"^{re.escape(directive)}\b", text, re.MULTILINE)
     ]
     for pattern, reason in FORBIDDEN.items():
-        if found := re.search(pattern, text):
+        if target(name) == "sm_20" and (found := re.search(pattern, text)):
             faults.append(f"{name}: '{found[0]}': {reason}")
     entries = re.findall(r"\.entry (\w+)\((.*?)\)(.*?)\{", text, re.DOTALL)
-    expected = sorted(kernel_names(CUDA_SOURCES / f"{name}.cu"))
+    expected = kernels_of(name)
     if sorted(entry for entry, _, _ in entries) != expected:
         faults.append(f"{name}: kernels {sorted(entry for entry, _, _ in entries)}, expected {expected}")
     for entry, _, directives in entries:
@@ -175,10 +200,11 @@ def find_ptxas() -> Path | None:
 
 
 def check_legality(ptxas: Path, name: str, text: str) -> list[str]:
-    """What a current ptxas finds wrong with a module; it holds every instruction against ``.target sm_20``."""
+    """What a current ptxas finds wrong with a module; it holds every instruction against the module's target."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / f"{name}.ptx"
+        source = Path(folder) / "in.ptx"
         source.write_text(text)
-        command = [str(ptxas), "-arch=sm_75", str(source), "-o", str(Path(folder) / "out.cubin")]
+        card = "sm_75" if target(name) == "sm_20" else target(name)  # it assembles for nothing older
+        command = [str(ptxas), f"-arch={card}", str(source), "-o", str(Path(folder) / "out.cubin")]
         result = subprocess.run(command, capture_output=True, text=True)
         return [f"{name}: {result.stderr.strip()}"] if result.returncode else []

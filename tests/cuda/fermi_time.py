@@ -177,7 +177,7 @@ def predict(card: Card, tokens: int) -> dict[str, float]:
 def card_from_library(library: Path, efficiency: float = ISSUE_EFFICIENCY) -> Card:
     """The card's model from the committed PTX, assembled by driver 390's compiler."""
     code: dict[str, fermi_code.Code] = {}
-    for text in cuda_ptx.committed().values():
+    for text in cuda_ptx.for_fermi(cuda_ptx.committed()).values():
         code |= fermi_code.parse(fermi_assembler.assemble(library, text).cubin)
     return Card(code, efficiency)
 

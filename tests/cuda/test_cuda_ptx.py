@@ -8,7 +8,6 @@ from pathlib import Path
 import cuda_ptx
 import fermi_assembler
 import pytest
-from cuda_emulator import CUDA_SOURCES, kernel_names
 
 MODULES = cuda_ptx.committed()
 NAMES = sorted(MODULES)
@@ -19,7 +18,7 @@ def test_manifest_matches_sources_compiler_and_modules() -> None:
 
 
 def test_there_is_one_module_per_source() -> None:
-    assert [source.stem for source in cuda_ptx.sources()] == NAMES
+    assert sorted(map(cuda_ptx.module_name, cuda_ptx.sources())) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,12 +41,12 @@ def test_lint_finds(change: tuple[str, str], fault: str) -> None:
     assert any(fault in found for found in cuda_ptx.lint("swiglu", MODULES["swiglu"].replace(*change)))
 
 
-@pytest.mark.parametrize("source", cuda_ptx.sources(), ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", cuda_ptx.sources(), ids=cuda_ptx.module_name)
 def test_compiling_again_gives_the_same_bytes(source: Path) -> None:
     version = cuda_ptx.compiler_version()
     if version != cuda_ptx.COMPILER_VERSION:
         pytest.skip(f"needs {cuda_ptx.COMPILER_VERSION}; {cuda_ptx.COMPILER} is {version or 'not installed'}")
-    assert cuda_ptx.compile_source(source) == MODULES[source.stem]
+    assert cuda_ptx.compile_source(source) == MODULES[cuda_ptx.module_name(source)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,11 +57,11 @@ def test_a_current_ptxas_finds_every_instruction_legal(name: str) -> None:
     assert cuda_ptx.check_legality(ptxas, name, MODULES[name]) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cuda_ptx.for_fermi(MODULES))
 def test_real_fermi_code_fits_the_card(name: str) -> None:
     library = fermi_assembler.find_library(os.environ)
     if library is None:
         pytest.skip("no assembler of driver 390: install libnvidia-legacy-390xx-ptxjitcompiler1 or set FERMI_JIT")
     usage = cuda_ptx.parse_usage(fermi_assembler.assemble(library, MODULES[name]).log)
-    assert sorted(usage) == sorted(kernel_names(CUDA_SOURCES / f"{name}.cu"))
+    assert sorted(usage) == cuda_ptx.kernels_of(name)
     assert cuda_ptx.check_usage(usage) == []

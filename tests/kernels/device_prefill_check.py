@@ -1,6 +1,6 @@
 """Whole-model prefill on a CUDA card against the CPU engine, on a tiny and the demo model: no timings.
 
-    python tests/kernels/device_prefill_check.py [--only NAME] [--lengths 1 64 150 947]
+    python tests/kernels/device_prefill_check.py [--only NAME] [--lengths 1 64 150 947] [--newest 20]
 
 Needs the project with its native build, and an NVIDIA driver. Every check runs, whatever became of the others; one line
 each, a traceback where one broke. Exits with 1 if any failed.
@@ -69,8 +69,8 @@ def deviation(got: Float32Array, expected: Float32Array) -> float:
 class Checks:
     """One model on the card; every method named check_* is a check that raises or returns what to print."""
 
-    def __init__(self, checkpoint: Path, lengths: list[int]) -> None:
-        self.checkpoint, self.lengths = checkpoint, lengths
+    def __init__(self, checkpoint: Path, lengths: list[int], newest: int) -> None:
+        self.checkpoint, self.lengths, self.newest = checkpoint, lengths, newest
         self.weights: Weights = load_weights(checkpoint, ModelConfig.load(checkpoint))
         self.exact: Model = load_model(checkpoint, compute="f32", threads=4)
         rng = np.random.default_rng(3)
@@ -79,7 +79,7 @@ class Checks:
     @contextlib.contextmanager
     def gpu(self, model: Model | None = None, memory: int | None = None) -> Iterator[GpuPrefill]:
         """A fresh card with the model on it."""
-        card = CudaCard(PTX)
+        card = CudaCard(PTX, newest=self.newest)
         try:
             cpu = (model or self.exact).cpu
             plan = make_plan(self.weights, cpu.kv_f32, card.free_bytes(), CONTEXT, memory)
@@ -261,13 +261,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="checks whose name contains this")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 64, 150, 947])
+    parser.add_argument("--newest", type=int, default=1000, help="20: the kernels for Fermi even on a newer card")
     options = parser.parse_args()
     good = True
     with tempfile.TemporaryDirectory() as directory:
         demo = ROOT / "engine" / "demo" / "checkpoint"
         for model, make in (("tiny", lambda: card_checkpoint(Path(directory) / "tiny")), ("demo", lambda: demo)):
             try:
-                checks = Checks(make(), options.lengths)
+                checks = Checks(make(), options.lengths, options.newest)
             except (OSError, FermionError):
                 traceback.print_exc(file=sys.stdout)
                 good = False

@@ -76,6 +76,31 @@ void emu_barrier(int line) {
     emu_switch(&fibers[current].stack_pointer, scheduler_stack_pointer);
 }
 
+/* mma.m16n8k16 of bfloat16 pairs, row by column. Every thread of the block takes part, each warp for itself; two sets of
+ * fragments take turns, so that one barrier separates those who write from those who read. */
+void emu_mma(float *d, const unsigned *a, unsigned b0, unsigned b1, int line) {
+    static unsigned fragment_a[2][1024][4], fragment_b[2][1024][2];
+    static unsigned char turn[1024];
+    const unsigned thread = current, lane = thread % 32, first = thread - lane, set = turn[thread] ^= 1;
+    memcpy(fragment_a[set][thread], a, sizeof fragment_a[0][0]);
+    fragment_b[set][thread][0] = b0;
+    fragment_b[set][thread][1] = b1;
+    emu_barrier(line);
+    const auto value = [](unsigned pair, unsigned upper) {
+        return emu_bits<float>(upper ? pair & 0xffff0000u : pair << 16);
+    };
+    for (unsigned c = 0; c < 4; ++c) {
+        const unsigned row = lane / 4 + 8 * (c / 2), column = lane % 4 * 2 + c % 2;
+        double sum = 0;
+        for (unsigned k = 0; k < 16; ++k) {
+            const unsigned with_a = first + row % 8 * 4 + k % 8 / 2, with_b = first + column * 4 + k % 8 / 2;
+            sum += (double)value(fragment_a[set][with_a][row / 8 + 2 * (k / 8)], k & 1) *
+                   value(fragment_b[set][with_b][k / 8], k & 1);
+        }
+        d[c] += (float)sum;
+    }
+}
+
 void emu_run_block(unsigned threads, void (*kernel)(void *), void *argument) {
     block_kernel = kernel;
     block_argument = argument;
