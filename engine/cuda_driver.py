@@ -45,6 +45,9 @@ class Card(Protocol):
     def write(self, address: int, array: Array) -> None:
         """Copy a C-contiguous array in; it may be changed on return."""
 
+    def clear(self, address: int, nbytes: int) -> None:
+        """Fill with zeros, ordered with launches."""
+
     def read(self, array: Array, address: int) -> None:
         """Fill a C-contiguous array, after everything launched so far."""
 
@@ -140,6 +143,11 @@ class CudaCard:
         """Copy in, ordered with launches."""
         self._in(address, array, self._compute)
         self._call("cuStreamSynchronize", self._compute)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Enqueue zeros."""
+        zero, size = ctypes.c_ubyte(0), ctypes.c_size_t(nbytes)
+        self._call("cuMemsetD8Async", ctypes.c_uint64(address), zero, size, self._compute)
 
     def read(self, array: Array, address: int) -> None:
         """Copy out, behind all launches."""

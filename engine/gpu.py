@@ -223,6 +223,7 @@ class GpuPrefill:
         self.plan, self.card = plan, card
         self._cpu = cpu
         self._kv_f32 = cpu.kv_f32
+        self._page_bytes = page_bytes(self.config, cpu.kv_f32)
         self._scratch = scratch_layout(self.config, plan.pass_tokens, plan.kv_tokens)
         self._base = card.allocate(self._scratch.nbytes)
         self._kv = card.allocate(plan.kv_bytes)
@@ -230,6 +231,11 @@ class GpuPrefill:
         self._next_weight = card.allocate(plan.dense_bytes + plan.expert_bytes)
         self._layers = [self._store(layer, i) for i, layer in enumerate(weights.layers)]
         self._left: list[tuple[Float32Array, Float32Array]] = []  # states at stops: convolution windows, recurrent
+        # Where the card writes what goes to the host: page-locked, so that it need not wait. New memory of a state is
+        # several times slower to fill from the card than from here.
+        self._landed = self._landing()
+        self._landed_pages = _anonymous((plan.pass_tokens // PAGE_TOKENS + 2, self._page_bytes), np.uint8)
+        card.pin(self._landed_pages, written=True)
         logger.info("prefill on %s: %s", card.name, self.plan)
         if not locked:
             logger.warning(
@@ -278,22 +284,27 @@ class GpuPrefill:
             raise OutOfMemory(f"the card has room for the keys and values of {self.plan.kv_tokens} tokens, not {end}")
         self.card.synchronize()
         state.reserve(end)
-        self._state_in(state)
         layers = len(self._layers)
         handed = first  # positions whose keys and values the host has
         for part in divide(first, end, starts, stops, self.plan.pass_tokens):
             begin, size = part.first - first, part.end - part.first
             rows = slice(begin, begin + size)
+            lands = bool(part.stops) or part.end in stops or part.end == end
+            run = self._run(part, lands)
+            next(run)  # the first experts are on their way
+            if part.first == first:
+                self._state_in(state)
             self._begin(ids[rows], where[rows], _shifted(embeddings, begin, size), part)
-            for index in self._run(part):
+            for index in run:
+                if lands and index:
+                    self._land(state, index - 1)
                 yield begin + size * (index + 1) // layers
-            if part.stops or part.end in stops or part.end == end:
+            if lands:
+                self._land(state, layers - 1)
                 self._pages_out(state, handed, part.end)
                 handed = part.end
                 self._pass_stops(state, part.stops, reached)
                 state.position = part.end
-                self.card.read(state.conv, self._at("conv"))
-                self.card.read(state.ssm, self._at("ssm"))
                 if part.end in stops:
                     reached()
         last = np.empty((1, self.config.hidden_size), np.float32)
@@ -305,6 +316,10 @@ class GpuPrefill:
     # ---- what moves ------------------------------------------------------------------------------------------
 
     def _state_in(self, state: SequenceState) -> None:
+        if state.position == 0:  # all zeros
+            self.card.clear(self._at("conv"), state.conv.nbytes)
+            self.card.clear(self._at("ssm"), state.ssm.nbytes)
+            return
         self.card.write(self._at("conv"), state.conv)
         self.card.write(self._at("ssm"), state.ssm)
         size = state.page_bytes
@@ -312,9 +327,28 @@ class GpuPrefill:
             self.card.write(self._kv + page * size, state.pages[page])
 
     def _pages_out(self, state: SequenceState, first: int, end: int) -> None:
-        size = state.page_bytes
-        for page in range(first // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
-            self.card.read(state.pages[page], self._kv + page * size)
+        last, most = -(-end // PAGE_TOKENS), len(self._landed_pages)
+        for begin in range(first // PAGE_TOKENS, last, most):
+            landed = self._landed_pages[: min(most, last - begin)]
+            self.card.read(landed, self._kv + begin * self._page_bytes)
+            for page, values in enumerate(landed, begin):
+                np.copyto(state.pages[page], values)
+
+    def _landing(self) -> tuple[Float32Array, Float32Array]:
+        """Page-locked memory for convolution windows and recurrent states."""
+        c = self.config
+        heads = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+        arrays = _anonymous((c.delta_layers, CONV_WINDOW, c.conv_channels)), _anonymous((c.delta_layers, *heads))
+        for array in arrays:
+            self.card.pin(array, written=True)
+        return arrays
+
+    def _land(self, state: SequenceState, index: int) -> None:
+        """Take over what layer `index`, which is done, has left in the landing memory."""
+        if self._layers[index].kind is LayerType.LINEAR_ATTENTION:
+            number = sum(layer.kind is LayerType.LINEAR_ATTENTION for layer in self._layers[:index])
+            for target, landed in zip((state.conv, state.ssm), self._landed, strict=True):
+                np.copyto(target[number], landed[number])
 
     def _pass_stops(self, state: SequenceState, stops: Sequence[int], reached: Callable[[], None]) -> None:
         """Show the states that a pass has left behind. `state` itself is not moved: it borrows their arrays."""
@@ -351,19 +385,13 @@ class GpuPrefill:
         chunks = part.chunks()
         self._chunks = len(chunks)
         self.card.write(self._at("chunks"), chunks)
-        size = page_bytes(self.config, self._kv_f32)
+        size = self._page_bytes
         layer = np.arange(self.config.attention_layers, dtype=np.uint64)[:, None]
         page = np.arange(self.plan.kv_tokens // PAGE_TOKENS, dtype=np.uint64)
         addresses = self._kv + layer * (size // max(self.config.attention_layers, 1)) + page * size
         self.card.write(self._at("pages"), addresses.astype(np.uint64))
-        c = self.config
         while len(self._left) < len(part.stops):
-            heads = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-            conv = _anonymous((c.delta_layers, CONV_WINDOW, c.conv_channels))
-            ssm = _anonymous((c.delta_layers, *heads))
-            self.card.pin(conv, written=True)
-            self.card.pin(ssm, written=True)
-            self._left.append((conv, ssm))
+            self._left.append(self._landing())
 
     def _store(self, layer: LayerWeights, index: int) -> CardLayer:
         """Upload a layer's weights; experts that travel stay where they are."""
@@ -394,8 +422,9 @@ class GpuPrefill:
 
     # ---- the layers ------------------------------------------------------------------------------------------
 
-    def _run(self, part: PassPart) -> Generator[int, None, None]:
-        """All layers of a pass; yields the number of each once the one before it is done."""
+    def _run(self, part: PassPart, lands: bool) -> Generator[int, None, None]:
+        """All layers of a pass. Yields once after the first copy has begun, then the number of each layer when the one
+        before it is done, and ends when all are. lands: the state behind the pass goes to the landing memory."""
         tokens = part.end - part.first
         travelling = [i for i, layer in enumerate(self._layers) if layer.experts is not None]
         arriving: dict[int, tuple[int, object]] = {}  # layer -> its buffer and copy; at most one
@@ -414,11 +443,12 @@ class GpuPrefill:
         numbers = {LayerType.FULL_ATTENTION: 0, LayerType.LINEAR_ATTENTION: 0}
         previous: object = None
         send()
+        yield -1
         for index, layer in enumerate(self._layers):
             if layer.kind is LayerType.FULL_ATTENTION:
                 self._attention(layer, numbers[layer.kind], part.first, tokens)
             else:
-                self._delta_net(layer, numbers[layer.kind], part)
+                self._delta_net(layer, numbers[layer.kind], part, lands)
             numbers[layer.kind] += 1
             slot: int | None = None
             if layer.experts is not None:
@@ -434,8 +464,9 @@ class GpuPrefill:
                 self.card.finish(previous)
             previous = done
             yield index
+        self.card.finish(done)
 
-    def _delta_net(self, layer: CardLayer, number: int, part: PassPart) -> None:
+    def _delta_net(self, layer: CardLayer, number: int, part: PassPart, lands: bool) -> None:
         c, t, tokens = self.config, layer.tensors, part.end - part.first
         heads, dim, channels, width = c.linear_num_value_heads, c.linear_value_head_dim, c.conv_channels, c.value_width
         window = 4 * number * CONV_WINDOW * channels
@@ -473,6 +504,9 @@ class GpuPrefill:
                 f"gated_delta_scan_{dim}", (-(-dim // 32), heads), 256,
                 self._at("work"), table, _int(count), state, ssm_stops, self._at("delta"),
             )  # fmt: skip
+        if lands:
+            self.card.read_later(self._landed[0][number], before)
+            self.card.read_later(self._landed[1][number], self._at("ssm") + number * state_bytes)
         for i, (conv, ssm) in enumerate(self._left[: len(part.stops)]):
             self.card.read_later(conv[number], conv_stops + i * window_bytes)
             self.card.read_later(ssm[number], ssm_stops + i * state_bytes)

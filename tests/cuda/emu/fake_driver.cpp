@@ -149,6 +149,12 @@ int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *) {
     memcpy(to, (void *)from, bytes);
     return 0;
 }
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void *) {
+    CALL("cuMemsetD8Async");
+    if (!inside(to, bytes)) return INVALID_VALUE;
+    memset((void *)to, value, bytes);
+    return 0;
+}
 int cuMemHostRegister_v2(void *address, size_t bytes, unsigned flags) {
     if (flags & ~READ_ONLY || (flags && !knows_read_only)) return INVALID_VALUE;
     CALL("cuMemHostRegister_v2");
