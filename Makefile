@@ -152,7 +152,7 @@ format: setup-dev ## rewrite sources as `make lint` wants them
 
 # ---- upkeep -----------------------------------------------------------------------------------------------------
 
-.PHONY: lock docker clean
+.PHONY: lock docker docker-fermi clean
 LOCK = build/lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--no-emit-index-url --custom-compile-command 'make lock' pyproject.toml requirements/build.in
 lock: check-machine ## resolve the newest allowed versions again into requirements/*.txt
@@ -164,6 +164,9 @@ lock: check-machine ## resolve the newest allowed versions again into requiremen
 
 docker: ## build the CPU image fermion:cpu
 	docker build --file docker/cpu.Dockerfile --tag fermion:cpu .
+
+docker-fermi: ## build the image fermion:fermi for machines with a graphics card
+	docker build --file docker/fermi.Dockerfile --tag fermion:fermi .
 
 clean: ## remove .venv, build and everything compiled
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache engine/_simd*.so engine/_simd.c

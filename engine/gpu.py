@@ -654,6 +654,15 @@ def open_card(
         return None
 
 
+def describe_card() -> str:
+    """The first card and its free memory, once all kernels have been loaded on it. KernelError if that fails."""
+    card = CudaCard(PTX)
+    try:
+        return f"{card.name}, {card.free_bytes() >> 20} MiB free, kernels loaded"
+    finally:
+        card.close()
+
+
 def decline(error: Exception, *, insist: bool) -> None:
     """Go on without the card, saying why, unless the caller insists on it: ConfigError."""
     if insist:

@@ -419,6 +419,24 @@ def info(
         typer.echo(json.dumps(inventory.as_json()) if as_json else inventory.as_text())
 
 
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Look at what prompts need to run on a graphics card, and say how to mend what is missing.
+
+    Exit code 1 if something is broken. docs/fermi.md explains each point.
+    """
+    from engine import doctor as examination
+
+    findings = examination.examine()
+    typer.echo("\n".join(finding.as_text() for finding in findings))
+    if as_json:
+        from dataclasses import asdict
+
+        typer.echo(json.dumps([asdict(finding) for finding in findings]))
+    if any(finding.verdict is examination.Verdict.BROKEN for finding in findings):
+        raise typer.Exit(1)
+
+
 @bench.command()
 def decode(
     model: Model = None,

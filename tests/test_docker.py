@@ -1,4 +1,4 @@
-"""The CPU image, without Docker: its one script makes an installation that serves, from nothing but the checkout."""
+"""The images, without Docker: their one script makes an installation that serves, from nothing but the checkout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from served import chat, served
 
 
-def test_the_image_installs_with_the_script_alone(repository: Path) -> None:
-    text = (repository / "docker" / "cpu.Dockerfile").read_text()
+@pytest.mark.parametrize("image", ["cpu", "fermi"])
+def test_the_image_installs_with_the_script_alone(repository: Path, image: str) -> None:
+    text = (repository / "docker" / f"{image}.Dockerfile").read_text()
     runs = re.findall(r"^RUN (.+?)(?<!\\)$", text, re.MULTILINE | re.DOTALL)
     others = [run for run in runs if not run.startswith("apt-get update")]
     assert others == ["/source/docker/cpu-install.sh /opt/fermion"]
@@ -45,3 +46,32 @@ def test_the_script_never_overwrites(repository: Path, tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert "exists already" in result.stderr
+
+
+def fermi_run(repository: Path, libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"DOCKER": "echo", "LIBRARIES": str(libraries), "PORT": "9000"}
+    command = [repository / "docker" / "fermi-run.sh", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_card_comes_into_the_container_with_its_drivers_libraries(repository: Path, tmp_path: Path) -> None:
+    for name in ("libcuda.so.390.157", "libnvidia-ptxjitcompiler.so.390.157", "libnvidia-fatbinaryloader.so.390.157"):
+        (tmp_path / name).touch()
+    for name in ("libcuda", "libnvidia-ptxjitcompiler"):
+        (tmp_path / f"{name}.so.1").symlink_to(f"{name}.so.390.157")
+    result = fermi_run(repository, tmp_path, str(tmp_path), "--context-length", "8192")
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split()
+    assert f"{tmp_path}/libcuda.so.390.157:/driver/libcuda.so.1:ro" in words
+    assert f"{tmp_path}/libnvidia-ptxjitcompiler.so.390.157:/driver/libnvidia-ptxjitcompiler.so.1:ro" in words
+    assert sum("fatbinaryloader" in word for word in words) == 1
+    assert "memlock=-1" in words
+    assert "127.0.0.1:9000:8000" in words
+    assert words[-5:] == ["fermion:fermi", "serve", "/model", "--context-length", "8192"]
+    assert fermi_run(repository, tmp_path).stdout.split()[-1] == "fermion:fermi"
+
+
+def test_without_a_driver_the_script_says_so(repository: Path, tmp_path: Path) -> None:
+    result = fermi_run(repository, tmp_path)
+    assert result.returncode == 2
+    assert "libcuda.so.1 is not on this machine" in result.stderr

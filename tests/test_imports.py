@@ -13,6 +13,7 @@ PACKAGES = ("server", "engine", "prefix_cache")
 # What of the engine the server may see. The command line alone starts tools.
 SERVER_SEES = {"engine.config", "engine.core", "engine.engine", "engine.errors", "engine.image", "engine.tokenizer"}
 COMMANDS = {
+    "engine.doctor",
     "engine.bench",
     "engine.convert.cli",
     "engine.convert.synthetic",
