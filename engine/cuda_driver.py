@@ -100,16 +100,20 @@ class CudaCard:
         self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
         self._device, self._context = handle, ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
-        self._call("cuCtxSetCurrent", self._context)
-        self._name = self._describe(handle)
-        self._compute, self._copies = ctypes.c_void_p(), ctypes.c_void_p()
-        for stream in (self._compute, self._copies):
-            self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
         self._functions: dict[str, ctypes.c_void_p] = {}
-        own = min(newest, 10 * self.capability[0] + self.capability[1])
-        self._modules = [self._load(path) for path in modules_for(ptx, own)]
         self._events: list[ctypes.c_void_p] = []
         self._registered: list[int] = []
+        self._compute, self._copies = ctypes.c_void_p(), ctypes.c_void_p()
+        try:
+            self._call("cuCtxSetCurrent", self._context)
+            self._name = self._describe(handle)
+            for stream in (self._compute, self._copies):
+                self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
+            own = min(newest, 10 * self.capability[0] + self.capability[1])
+            self._modules = [self._load(path) for path in modules_for(ptx, own)]
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def name(self) -> str:
@@ -119,6 +123,9 @@ class CudaCard:
     def close(self) -> None:
         """Release the context with all memory in it; it may be broken. Idempotent."""
         if self._context:
+            for stream in (self._compute, self._copies):  # copies into memory of ours may be under way
+                if stream:
+                    self._lib.cuStreamSynchronize(stream)
             for address in self._registered:
                 self._lib.cuMemHostUnregister(ctypes.c_void_p(address))
             self._lib.cuDevicePrimaryCtxRelease(self._device)

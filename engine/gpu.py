@@ -11,6 +11,7 @@ and on where segments start, not on the card's memory nor on how many segments a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
@@ -838,7 +839,8 @@ def _anonymous(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Arr
     """An array in pages of its own, zero; huge ones where the system has them."""
     kind = np.dtype(dtype)
     memory = mmap.mmap(-1, max(1, int(np.prod(shape)) * kind.itemsize))
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, kind, int(np.prod(shape))).reshape(shape)
 
 

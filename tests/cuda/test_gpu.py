@@ -276,6 +276,7 @@ def test_refused_ptx_is_an_error_with_the_compilers_words(driver: ctypes.CDLL) -
     driver.fake_fail(b"cuModuleLoadDataEx", 218)
     with pytest.raises(KernelError, match=r"attention_causal\.ptx failed: .*line 1: refused"):
         CudaCard(PTX)
+    assert driver.fake_live() == 0
 
 
 def test_a_model_that_the_kernels_do_not_cover_is_refused(tmp_path: Path) -> None:
