@@ -184,20 +184,23 @@ class PassPart:
     stops: tuple[int, ...]
 
     def chunks(self) -> Array:
-        """The delta rule's table, int32 [chunks, 4]: first row, rows, index of the stop behind it or -1, 0."""
+        """The delta rule's table, int32 [chunks, 4]: first row, rows, index of the stop behind it or -1, 0.
+
+        Stops lie on the grid of their segment's start, so that chunks end there anyway; but not if the sequence was
+        resumed between, behind decoded tokens: then they begin anew."""
         rows: list[tuple[int, int, int, int]] = []
-        for begin, end in zip(self.starts, [*self.starts[1:], self.end], strict=True):
+        begins = sorted({*self.starts, *self.stops})
+        for begin, end in zip(begins, [*begins[1:], self.end], strict=True):
             for first in range(begin, end, CHUNK):
                 last = min(first + CHUNK, end)
                 stop = self.stops.index(last) if last in self.stops else -1
                 rows.append((first - self.first, last - first, stop, 0))
-        assert sum(row[2] >= 0 for row in rows) == len(self.stops), "a stop inside a chunk"
         return np.array(rows, np.int32)
 
 
 def divide(first: int, end: int, starts: Sequence[int], stops: Sequence[int], longest: int) -> list[PassPart]:
     """Cut tokens first..end into passes of at most `longest` tokens (a multiple of 64) and STOPS_AT_ONCE stops. A pass
-    ends at a multiple of 64 tokens from the start of its segment, or at a stop, which must lie on one as well."""
+    ends at a multiple of 64 tokens from the start of its segment, or at a stop."""
     parts: list[PassPart] = []
     while first < end:
         last = min(first + longest, end)
@@ -274,8 +277,8 @@ class GpuPrefill:
         """As Model.advance_steps: append segments, yield after each layer how far it is in tokens, return the row of
         the last token in the CPU's pass, for its head.
 
-        starts: positions behind the state's at which further segments begin. stops: positions on the way, on the
-        segments' 64-token grids, at which `reached` is called with the state standing there. OutOfMemory, before any
+        starts: positions behind the state's at which further segments begin. stops: positions on the way at which
+        `reached` is called with the state standing there; chunks begin anew behind them. OutOfMemory, before any
         work, if the context is longer than planned for. If the generator is left early the state must be dropped; the
         card is ready for the next call."""
         ids = np.ascontiguousarray(token_ids, np.int32)

@@ -174,6 +174,8 @@ def test_passes_end_on_the_grid_of_their_segment_and_leave_few_states() -> None:
     assert [*parts[0].stops, parts[0].end, *parts[1].stops] == list(stops)
     table = PassPart(64, 140, (64, 130), (128, 130)).chunks()
     assert table.tolist() == [[0, 32, -1, 0], [32, 32, 0, 0], [64, 2, 1, 0], [66, 10, -1, 0]]
+    resumed = PassPart(101, 180, (101,), (128,)).chunks()
+    assert resumed.tolist() == [[0, 27, 0, 0], [27, 32, -1, 0], [59, 20, -1, 0]]
 
 
 def test_what_stays_on_the_card_and_how_passes_are_cut_changes_no_bit(

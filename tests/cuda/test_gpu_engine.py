@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,34 @@ def test_what_was_cached_changes_no_bit(checkpoint: Path, cached: Engine, driver
             assert got == answer(plain, request(*talk))[0]
             assert driver.fake_launches() > launched
     assert reused > 1000
+
+
+def test_a_conversation_goes_on_behind_its_answer(cached: Engine, driver: ctypes.CDLL) -> None:
+    """From a state between two places of the grid, behind decoded tokens, to a snapshot on the grid."""
+    first = request(turn(1, 200), exact=False)
+    options = CacheOptions(keep_reply=lambda: True)
+    tokens, _ = answer(cached, dataclasses.replace(first, cache=options, max_tokens=40))
+    ids = [
+        *first.prompt.token_ids.tolist(),
+        *(token for token, _ in tokens[:-1]),
+        *turn(7, 300),
+        TURN,
+        ASSISTANT,
+        NEWLINE,
+    ]
+    prompt = Prompt(np.array(ids, np.int32), (203, 420, len(ids) - 3))
+    launched = driver.fake_launches()
+    got, report = answer(cached, dataclasses.replace(first, prompt=prompt))
+    assert report is not None
+    assert report.position > len(first.prompt.token_ids)
+    resumed = report.position
+    assert driver.fake_launches() > launched
+    assert len(got) == 2
+    again, report = answer(cached, dataclasses.replace(first, prompt=prompt))
+    assert report is not None
+    assert report.position > resumed
+    assert (report.position - resumed) % 32
+    assert [token for token, _ in again] == [token for token, _ in got]
 
 
 def test_a_short_segment_that_grows_is_computed_again(cached: Engine, checkpoint: Path) -> None:
