@@ -61,8 +61,7 @@ class Engine:
                 f"{path}: the tokenizer has ids up to {tokens - 1}, the model {weights.config.vocab_size} rows"
             )
         kept_bytes = cache_bytes(weights, config)
-        placement = place(weights.config, config, weights.file.nbytes, kept_bytes)
-        markers = template_markers(tokenizer)
+        placement = place(weights.config, config, weights.file.resident_bytes, kept_bytes)
         allowed = os.sched_getaffinity(0)
         model, rule, card = _load_model(weights, config, placement)
         pictures = None
@@ -71,13 +70,13 @@ class Engine:
                 pictures = PictureRows(VisionTower(weights.vision, model.cpu.tier, model.cpu.pool))
             # The model has pinned this thread; the cache's would inherit that and share the one processor.
             with _running_on(allowed):
-                cache = ModelCache(weights, config, kept_bytes, markers, card, rule) if kept_bytes else None
+                cache = ModelCache(weights, config, kept_bytes, card) if kept_bytes else None
         except BaseException:
             if pictures is not None:
                 pictures.close()
             model.close()
             raise
-        reuse = Reuse(markers, config.pass_tokens, cache, rule)
+        reuse = Reuse(template_markers(tokenizer), config.pass_tokens, cache, rule)
         return Engine(model, placement, tokens, reuse, pictures)
 
     @property

@@ -73,7 +73,8 @@ class PictureCost:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A checkpoint on this machine. Sizes in bytes; context_length in tokens."""
+    """A checkpoint on this machine. Sizes in bytes; context_length in tokens. widened_bytes: what 16-bit matrices take
+    beyond their stored size, because they are held as float32."""
 
     directory: str
     model: ModelConfig
@@ -85,6 +86,7 @@ class Inventory:
     pinned_to: tuple[int, ...] | None
     transparent_huge_pages: str
     memory_available: int
+    widened_bytes: int = 0
     pictures: tuple[PictureCost, ...] = ()
 
     @property
@@ -143,10 +145,12 @@ class Inventory:
     def _machine_lines(self) -> list[str]:
         state = self.sequence.at(self.context_length)
         return [
-            f"weights      {_size(self.weight_bytes)}, mapped from the file and used in place (page cache)",
+            f"weights      {_size(self.weight_bytes)}, mapped from the file and used in place (page cache)"
+            + (f"; {_size(self.widened_bytes)} more for 16-bit matrices as float32" if self.widened_bytes else ""),
             f"sequence     {_size(state)} at {self.context_length} tokens: {_size(self.sequence.recurrent_bytes)} "
             f"recurrent and {self.sequence.kv_bytes_per_token / 1024:.1f} KiB per token",
-            f"memory       {_size(self.weight_bytes + state)} needed, {_size(self.memory_available)} available",
+            f"memory       {_size(self.weight_bytes + self.widened_bytes + state)} needed, "
+            f"{_size(self.memory_available)} available",
             f"decode       moves {_size(self.decode_bytes(0))} per token, at {self.context_length} tokens "
             f"{_size(self.decode_bytes(self.context_length))}",
             *(
@@ -179,6 +183,7 @@ def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
         pinned_to=pinned_to,
         transparent_huge_pages=_transparent_huge_pages(),
         memory_available=available_bytes(),
+        widened_bytes=weights.file.resident_bytes - weights.file.nbytes,
         pictures=pictures_of(weights.config, tier),
     )
 

@@ -19,7 +19,7 @@ from engine.cpu import build_digest, resolve_tier
 from engine.errors import ConfigError, RequestError
 from engine.model import PausedPass
 from engine.placement import spare_bytes
-from engine.segments import CardRule, Segment, cache_ids, mark_like, segments, stretches
+from engine.segments import CardRule, segments, stretches
 from engine.state import SequenceState, page_bytes, recurrent_bytes
 from engine.tokenizer import Tokenizer
 from engine.vision import PIXEL_RULE
@@ -80,7 +80,7 @@ def cache_bytes(weights: Weights, config: EngineConfig) -> int:
         return 0
     if config.cache.ram_bytes is not None:
         return config.cache.ram_bytes
-    spare = spare_bytes(weights.config, config, weights.file.nbytes)
+    spare = spare_bytes(weights.config, config, weights.file.resident_bytes)
     size = min(default_ram_bytes(), int(spare * _MEMORY_SHARE))
     if size < _LEAST_SNAPSHOTS * (recurrent_bytes(weights.config) + page_bytes(weights.config, _kv_f32(config))):
         log.warning("Memory is too short for a prefix cache; every prompt will be computed from its first token.")
@@ -118,21 +118,12 @@ class ModelCache:
     interrupted: the last pass that was left in its middle, until it is taken up again.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        config: EngineConfig,
-        ram_bytes: int,
-        markers: Markers | None,
-        card: str = "",
-        rule: CardRule | None = None,
-    ) -> None:
+    def __init__(self, weights: Weights, config: EngineConfig, ram_bytes: int, card: str = "") -> None:
         """Opens the disk tier and starts the thread that writes to it: on whatever processors the caller may use.
 
-        config.cache is set. markers, rule: as in `Reuse`. card: names everything about a card that decides bits, empty
-        without one. ConfigError if ram_bytes cannot hold one snapshot.
+        config.cache is set. card: names everything about a card that decides bits, empty without one. ConfigError if
+        ram_bytes cannot hold one snapshot.
         """
-        self._markers, self._rule = markers, rule
         assert config.cache is not None
         geometry = Geometry(page_bytes(weights.config, _kv_f32(config)), recurrent_bytes(weights.config))
         disk = _disk(config.cache)
@@ -168,8 +159,7 @@ class ModelCache:
 
     def covered(self, prompt: Prompt, options: CacheOptions) -> int:
         """See CacheControl."""
-        parts = segments(prompt_cuts(prompt, self._markers), len(prompt.token_ids), self._rule)
-        key = prompt_key(prompt, self.namespace(options), parts)
+        key = prompt_key(prompt, self.namespace(options))
         # One more token, whichever: lookups leave the last one to be computed.
         return self.prefix.peek(key.extended([0]), exact=options.exact).position
 
@@ -223,9 +213,8 @@ class PromptRun:
         self._checkpoint: Checkpoint | None = None
         self._last_kept = 0
         namespace = Namespace(bytes(32)) if reuse.cache is None else reuse.cache.namespace(options)
-        self._cuts = prompt_cuts(prompt, reuse.markers)
-        self._segments = segments(self._cuts, len(prompt.token_ids), reuse.card)
-        self._key = prompt_key(prompt, namespace, self._segments)
+        self._key = prompt_key(prompt, namespace)
+        self._cuts = canonical_cuts(self._key.token_ids, reuse.markers, self._key.media)
         self._kinds: dict[int, Kind] = {}
         if self._cache is not None:
             outcome, self._lease = self._cache.acquire(
@@ -237,6 +226,7 @@ class PromptRun:
             if options.write:
                 self._kinds = self._placements(prompt.boundaries, outcome.matched)
         self.resumed = state.position
+        self._segments = segments(self._cuts, self._key.tokens, reuse.card)
         self.stretches = stretches(self._segments, self.resumed, self._kinds, reuse.pass_tokens)
         if options.shadow:
             end = max(self._kinds, default=self.resumed)
@@ -265,8 +255,11 @@ class PromptRun:
         """The state has come to the end of a stretch or to a stop inside."""
         position = self.state.position
         if self._canonical:
-            # A shadow ends anywhere, but prompts that go on are not cut there.
-            self._exact_tokens = snap(position, self._cuts, _CUTS) if self._options.shadow else position
+            part = next(part for part in self._segments if part.start < position <= part.end)
+            self._exact_tokens = position if position >= part.settled else part.start
+            if self._options.shadow:
+                # It ends anywhere, but prompts that go on are not cut there.
+                self._exact_tokens = min(self._exact_tokens, snap(position, self._cuts, _CUTS))
         if position in self._kinds:
             self._store(self._key, self._kinds[position])
             self._last_kept = position
@@ -324,8 +317,7 @@ class PromptRun:
         """The tokens of the answer, as far as they are in the state: keep them if the conversation will."""
         count = self.state.position - self._key.tokens
         if self._cache is not None and self._options.write and count > 0 and self._options.keep_reply():
-            more = mark_like(self._key.token_ids, generated[:count])
-            self._store(self._key.extended(more), Kind.REPLY)
+            self._store(self._key.extended(generated[:count]), Kind.REPLY)
 
     def measured(self, seconds: float) -> None:
         """How long the prompt took from the resume point to its end."""
@@ -367,18 +359,10 @@ class PromptRun:
         return computed + (0 if self._lease is None else self._lease.inherit_shadow())
 
 
-def prompt_key(prompt: Prompt, namespace: Namespace, parts: Sequence[Segment]) -> PromptKey:
-    """What the cache calls `prompt`, which is computed in these segments."""
-    return PromptKey(namespace, cache_ids(prompt.token_ids, parts), _media(prompt))
-
-
-def prompt_cuts(prompt: Prompt, markers: Markers | None) -> list[int]:
-    """Where its segments end."""
-    return canonical_cuts(prompt.token_ids, markers, _media(prompt))
-
-
-def _media(prompt: Prompt) -> list[MediaSpan]:
-    return [MediaSpan(image.start, image.count, image.digest or None) for image in prompt.images]
+def prompt_key(prompt: Prompt, namespace: Namespace) -> PromptKey:
+    """What the cache calls `prompt`."""
+    media = [MediaSpan(image.start, image.count, image.digest or None) for image in prompt.images]
+    return PromptKey(namespace, prompt.token_ids, media)
 
 
 def _fingerprint(weights: Weights, config: EngineConfig, card: str) -> bytes:

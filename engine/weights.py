@@ -213,6 +213,11 @@ class ModelFile:
         """Bytes of all tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all tensors in memory: 16-bit ones of the text model are held as float32."""
+        return sum(tensor.data.nbytes * (2 if _is_widened(tensor) else 1) for tensor in self.tensors.values())
+
     def sampled_digest(self) -> bytes:
         """Tells checkpoints apart without reading them whole: over names, types, shapes, and the beginning, middle and
         end of every tensor. 32 bytes; independent of path and time."""
@@ -505,6 +510,14 @@ def _vision(binder: _Binder, vision: VisionConfig) -> VisionWeights:
         merger_fc1=binder.linear(f"{prefix}merger.linear_fc1", shapes),
         merger_fc2=binder.linear(f"{prefix}merger.linear_fc2", shapes),
     )
+
+
+def _is_widened(tensor: StoredTensor) -> bool:
+    """Whether binding makes a float32 copy of a tensor and keeps it. The vision tower takes F16 as it is; the layer for
+    multi-token prediction is not bound."""
+    if tensor.name.startswith("model.visual."):
+        return tensor.dtype == "BF16"
+    return tensor.dtype in ("F16", "BF16") and not tensor.name.startswith("mtp.")
 
 
 def _check(tensor: StoredTensor, shape: Shape, dtypes: tuple[str, ...]) -> None:

@@ -147,7 +147,7 @@ def run(conversion: Conversion, destination: Path, *, threads: int | None, progr
 
 
 def describe(conversion: Conversion) -> str:
-    """The plan as text: bytes and weights of each stored form, and every remark."""
+    """The plan as text: bytes and weights of each stored form, what they become in memory, and every remark."""
     weights: Counter[str] = Counter()
     stored: Counter[str] = Counter()
     for tensor in conversion.plan.tensors:
@@ -155,6 +155,13 @@ def describe(conversion: Conversion) -> str:
         stored[tensor.format.value] += tensor.info.nbytes
     lines = [f"{len(conversion.plan.tensors)} tensors, {plan_bytes(conversion.plan):,} bytes"]
     lines += [f"  {name:4} {weights[name]:>16,} weights {stored[name]:>16,} bytes" for name in sorted(stored)]
+    halves = sum(
+        tensor.info.nbytes
+        for tensor in conversion.plan.tensors
+        if tensor.format is Format.F16 and not tensor.name.startswith(("model.visual.", "mtp."))
+    )
+    if halves:
+        lines.append(f"  in memory {plan_bytes(conversion.plan) + halves:,} bytes: F16 matrices are held as float32")
     return "\n".join([*lines, *(f"note: {note}" for note in conversion.notes)])
 
 

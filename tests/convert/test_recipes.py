@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from engine.convert.convert import Options
 from engine.convert.plan import Format
 from engine.convert.recipes import RECIPES
 from engine.errors import ConfigError
+from engine.weights import ModelFile
 
 
 def quiet(done: int, total: int) -> None:
@@ -52,3 +54,19 @@ def test_float_checkpoint_is_exact_unmarked_and_can_be_converted_again(source: P
         convert.run(convert.prepare(origin, Options()), tmp_path / name, threads=1, progress=quiet)
     name = "model.safetensors"
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_what_recipes_cost_in_memory_is_told_and_kept(source: Path, tmp_path: Path) -> None:
+    """F16 matrices double when they are loaded: the plan says so, and so does the loaded file."""
+    for recipe in ("size", "balanced", "quality"):
+        prepared = convert.prepare(source, Options(recipe=recipe))
+        convert.run(prepared, tmp_path / recipe, threads=1, progress=quiet)
+        file = ModelFile(tmp_path / recipe)
+        halves = [t for t in file.tensors.values() if t.dtype == "F16" and "visual" not in t.name]
+        assert bool(halves) == (recipe != "size")
+        assert file.resident_bytes == file.nbytes + sum(t.data.nbytes for t in halves)
+        told = re.search(r"in memory ([\d,]+) bytes", convert.describe(prepared))
+        assert (told is None) == (recipe == "size")
+        if told is not None:
+            resident = int(told[1].replace(",", ""))
+            assert resident == pytest.approx(file.resident_bytes, rel=0.01)  # fillers between tensors
