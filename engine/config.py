@@ -162,8 +162,8 @@ class EngineConfig:
     verification path). context_length None: the model's, or less if memory is short. pass_tokens: most tokens that
     run through a layer at once in prefill. cache None: every prompt is computed from its first token.
     device: where prompts run: "auto" is the GPU if there is one that can, else the CPU; "gpu" insists. gpu_memory:
-    bytes of the card to use at most, None: what is free. gpu_min_tokens: a prompt runs on the CPU up to its first
-    segment of this size, since short ones are quicker there; None: measured at load.
+    bytes of the card to use at most, None: what is free. gpu_min_tokens: segments of a prompt that are shorter run on
+    the CPU, which is quicker there; None: measured at load.
     """
 
     simd_tier: str = "auto"

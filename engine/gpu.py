@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import logging
 import mmap
-import platform
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,6 @@ PTX = Path(__file__).parent / "ptx"
 _ALIGN = 256
 _TRIAL_TOKENS = 64
 _MIN_TOKENS = (64, 128, 256, 512, 1024)  # few steps: what is cached is good for one of them
-_MBIND, _MPOL_INTERLEAVE = 237, 3  # system call of x86-64, and its policy
 _LOCK_SPARE = 1 << 30  # host memory that locked copies leave free
 
 
@@ -694,31 +692,12 @@ def lock_experts(weights: Weights, plan: Plan, card: Card) -> tuple[Weights, boo
         moved = []
         for matrix in _expert_matrices(layers[i].moe):
             data = _anonymous(matrix.data.shape, matrix.data.dtype)
-            interleave(data, memory_nodes())
             np.copyto(data, matrix.data)
             locked = locked and card.pin(data)
             moved.append(dataclasses.replace(matrix, data=data))
         moe = dataclasses.replace(layers[i].moe, experts_gate_up=moved[0], experts_down=moved[1])
         layers[i] = dataclasses.replace(layers[i], moe=moe)
     return dataclasses.replace(weights, layers=tuple(layers)), locked
-
-
-def memory_nodes(root: Path = Path("/sys/devices/system/node")) -> list[int]:
-    """The memory nodes of this machine, ascending: one per socket as a rule."""
-    return sorted(int(node.name.removeprefix("node")) for node in root.glob("node[0-9]*"))
-
-
-def interleave(array: Array, nodes: Sequence[int]) -> bool:
-    """Spread an array's pages, not yet touched, over memory nodes, since all processors will read all of it. False
-    where there is one node, or where the system refuses: then pages lie with the thread that touches them first."""
-    if len(nodes) < 2 or platform.machine() != "x86_64":
-        return False
-    mask = ctypes.c_ulong(sum(1 << node for node in nodes if node < 64))
-    status: int = ctypes.CDLL(None).syscall(
-        ctypes.c_long(_MBIND), ctypes.c_void_p(array.ctypes.data), ctypes.c_ulong(array.nbytes),
-        ctypes.c_int(_MPOL_INTERLEAVE), ctypes.byref(mask), ctypes.c_ulong(65), ctypes.c_uint(0),
-    )  # fmt: skip
-    return status == 0
 
 
 def card_rule(plan: Plan, context_length: int, min_tokens: int) -> CardRule:

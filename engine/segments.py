@@ -1,7 +1,7 @@
 """How a prompt's prefill is divided: into segments, and these into stretches that one device computes in one go.
 
-A segment lies between two canonical cuts. The first that is long enough goes to the card, and from there on all do: the
-prompt alone decides, not what was cached. Pure functions of numbers.
+A segment lies between two canonical cuts, and its own size decides where it is computed: nothing that was cached
+does. So a prompt has the same bits whether or not a snapshot gave its beginning. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from engine.core import Int32Array
 from prefix_cache import SEGMENT_TOKENS
-
-_ON_CARD = 1 << 30  # above every token id
 
 
 @dataclass(frozen=True, slots=True)
 class CardRule:
-    """Which segments a card computes. min_tokens: the first of at least this size, and all behind it. longest: tokens
-    of a context that the card has room for; segments that may reach beyond run on the CPU."""
+    """Which segments a card computes. min_tokens: those of at least this size (what goes on from a segment of full
+    size belongs to it). longest: tokens of a context that the card has room for; segments that may reach beyond run
+    on the CPU."""
 
     min_tokens: int
     longest: int
@@ -28,11 +24,16 @@ class CardRule:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Positions start..end of a prompt between two canonical cuts (the last one may end before its cut)."""
+    """Positions start..end of a prompt between two canonical cuts (the last one may end before its cut).
+
+    settled: from this position on, no longer prompt with the same beginning computes the segment elsewhere, so a
+    state there has the bits that any prompt gets. Beyond `end`: nowhere inside.
+    """
 
     start: int
     end: int
     on_card: bool
+    settled: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +55,18 @@ def segments(cuts: Sequence[int], tokens: int, rule: CardRule | None) -> list[Se
     found: list[Segment] = []
     start, goes_on = 0, False
     for end in [*cuts, tokens] if not cuts or cuts[-1] < tokens else cuts:
+        whole = end < tokens or bool(cuts and cuts[-1] == end)
         fits = rule is not None and start + SEGMENT_TOKENS <= rule.longest
         on_card = rule is not None and fits and (goes_on or end - start >= rule.min_tokens)
-        found.append(Segment(start, end, on_card))
-        start, goes_on = end, goes_on or on_card
+        if rule is None or not fits or goes_on:
+            settled = start + 1
+        elif on_card:
+            settled = start + rule.min_tokens
+        else:
+            settled = end if whole else end + 1
+        found.append(Segment(start, end, on_card, settled))
+        start, goes_on = end, on_card and end - start == SEGMENT_TOKENS
     return found
-
-
-def cache_ids(token_ids: Int32Array, parts: Sequence[Segment]) -> Int32Array:
-    """What the prefix cache is told instead of token ids, int32 [tokens]: those from the first segment on the card on
-    are marked.
-
-    The size of that segment is not known before its end, so that of two prompts with the same beginning one may be on
-    the CPU where the other is on the card: to the cache they must not be the same. Behind marks, or without any, equal
-    ids were computed alike. What is decoded behind a marked prompt is marked too (`mark_like`)."""
-    first = next((part.start for part in parts if part.on_card), len(token_ids))
-    ids = np.array(token_ids, np.int32)
-    ids[first:] |= _ON_CARD
-    return ids
-
-
-def mark_like(ids: Int32Array, more: Sequence[int]) -> Int32Array:
-    """Token ids `more` that follow `ids` (of `cache_ids`, at least one), for the cache."""
-    marked: Int32Array = np.array(more, np.int32) | (ids[-1] & np.int32(_ON_CARD))
-    return marked
 
 
 def stretches(parts: Sequence[Segment], resumed: int, wanted: Collection[int], pass_tokens: int) -> list[Stretch]:

@@ -160,7 +160,7 @@ def serve(
     gpu_min_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Prompts run on the CPU up to their first segment of this size. (default: measured at start)",
+            help="Shorter segments of a prompt run on the CPU, 1 to 1024. (default: measured at start)",
             rich_help_panel=_GPU,
             show_default=False,
         ),

@@ -4,72 +4,64 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
-from engine.core import Int32Array
-from engine.segments import CardRule, Segment, Stretch, cache_ids, mark_like, segments, stretches
+from engine.segments import CardRule, Segment, Stretch, segments, stretches
 
 ALL = 1 << 30
 
 
-def test_without_a_card_all_run_on_the_cpu() -> None:
-    expected = [Segment(0, 100, False), Segment(100, 1124, False), Segment(1124, 1200, False)]
-    assert segments([100, 1124], 1200, None) == expected
-    ids = np.arange(1200, dtype=np.int32)
-    assert np.array_equal(cache_ids(ids, expected), ids)
+def test_without_a_card_every_position_is_settled() -> None:
+    assert segments([100, 1124], 1200, None) == [
+        Segment(0, 100, False, 1),
+        Segment(100, 1124, False, 101),
+        Segment(1124, 1200, False, 1125),
+    ]
 
 
-def test_the_first_long_segment_decides_for_all_behind_it() -> None:
-    found = segments([100, 400, 450], 500, CardRule(256, ALL))
-    assert [part.on_card for part in found] == [False, True, True, True]
-    ids = cache_ids(np.arange(500, dtype=np.int32), found)
-    assert ids[:100].tolist() == list(range(100))
-    assert (ids[100:] >= 1 << 30).all()
-    assert mark_like(ids, [7]).tolist() == [7 | 1 << 30]
-    assert mark_like(ids[:100], [7]).tolist() == [7]
+def test_size_decides_and_what_goes_on_from_a_full_segment_follows_it() -> None:
+    found = segments([100, 1124, 1150], 1200, CardRule(256, ALL))
+    assert [part.on_card for part in found] == [False, True, True, False]
+    assert [part.settled for part in found] == [100, 356, 1125, 1201]
 
 
 def test_segments_that_may_leave_the_cards_memory_run_on_the_cpu() -> None:
     found = segments([1024, 2048], 3000, CardRule(256, 2500))
-    assert [part.on_card for part in found] == [True, True, False]
+    assert [(part.on_card, part.settled) for part in found] == [(True, 256), (True, 1025), (False, 2049)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_the_cache_takes_for_the_same_was_computed_alike(seed: int) -> None:
-    """Prompts with a common beginning of any length; a token of its own stands before each cut, as headers do."""
+def test_settled_positions_are_computed_alike_in_every_longer_prompt(seed: int) -> None:
+    """Cuts of a prompt are those of any longer one that lie inside it."""
     rng = random.Random(seed)
+    cuts, last = [], 0
+    while last < 6000:
+        last += rng.choice([1024, rng.randint(1, 300), rng.randint(100, 1024)])
+        cuts.append(last)
     rule = CardRule(rng.choice([64, 256, 1024]), rng.choice([3000, ALL]))
-    sizes = [rng.choice([1024, rng.randint(1, 300), rng.randint(100, 1024)]) for _ in range(12)]
 
-    def prompt() -> tuple[list[Segment], Int32Array]:
-        kept = rng.randint(1, 12)
-        own = [*sizes[:kept], *(rng.choice([1024, rng.randint(1, 500)]) for _ in range(3))]
-        cuts = np.cumsum(own).tolist()
-        tokens = rng.randint(1, cuts[-1])
+    def device(tokens: int, position: int) -> bool:
         parts = segments([cut for cut in cuts if cut <= tokens], tokens, rule)
-        ids = np.zeros(tokens, np.int32)
-        ids[[cut - 1 for cut in cuts if cut <= tokens]] = 1
-        return parts, cache_ids(ids, parts)
+        return next(part.on_card for part in parts if part.start < position <= part.end)
 
-    def devices(parts: list[Segment], tokens: int) -> list[bool]:
-        return [part.on_card for part in parts for _ in range(part.start, min(part.end, tokens))]
-
-    for _ in range(50):
-        (parts, ids), (others, other_ids) = prompt(), prompt()
-        least = min(len(ids), len(other_ids))
-        same = int(np.argmin(np.append(ids[:least] == other_ids[:least], False)))
-        assert devices(parts, same) == devices(others, same)
+    for _ in range(200):
+        tokens = rng.randint(1, 6000)
+        parts = segments([cut for cut in cuts if cut <= tokens], tokens, rule)
+        position = rng.randint(1, tokens)
+        part = next(part for part in parts if part.start < position <= part.end)
+        if position >= part.settled:
+            assert device(rng.randint(position, 6000), position) == part.on_card
 
 
 def test_the_card_takes_neighbouring_segments_at_once() -> None:
-    parts = segments([100, 500, 1000], 1700, CardRule(256, ALL))
-    assert stretches(parts, 0, {64, 228, 500, 1000, 1064}, 512) == [
-        Stretch(64, False),
-        Stretch(100, False),
-        Stretch(1700, True, (100, 500, 1000), (228, 500, 1000, 1064)),
+    parts = segments([500, 1000, 1100], 1700, CardRule(256, ALL))
+    assert stretches(parts, 0, {128, 500, 1000, 1064}, 512) == [
+        Stretch(1000, True, (0, 500), (128, 500)),
+        Stretch(1064, False),
+        Stretch(1100, False),
+        Stretch(1700, True, (1100,), ()),
     ]
-    assert stretches(parts, 228, {500}, 512) == [Stretch(1700, True, (228, 500, 1000), (500,))]
+    assert stretches(parts, 256, {500}, 512)[0] == Stretch(1000, True, (256, 500), (500,))
 
 
 def test_the_cpu_divides_on_the_grid_of_the_segments_start() -> None:

@@ -77,7 +77,8 @@ def save_kept(selection: Selection, directory: Path) -> Path:
     cells = np.zeros((len(blocks), max(selection.experts.values())), np.bool_)
     for row, prefix in enumerate(blocks):
         cells[row, list(selection.blocks[prefix])] = True
-    labels = Labels(f"Kept experts: {selection.kept} of each layer", "expert", "layer")
+    last = ", the last for multi-token prediction" if any(prefix.startswith("mtp.") for prefix in blocks) else ""
+    labels = Labels(f"Kept experts: {selection.kept} of each layer", "expert", f"layer{last}")
     return _save(charts.grid(labels, cells), directory / "kept-experts.png")
 
 

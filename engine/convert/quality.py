@@ -28,7 +28,7 @@ from engine.convert.calibration import Calibration
 from engine.convert.cli import ProgressLine
 from engine.convert.convert import Conversion, Options
 from engine.convert.corpus import CorpusReader, Sample, take
-from engine.convert.evaluate import Score, compare
+from engine.convert.evaluate import Score, compare, draft_acceptance
 from engine.convert.forward import LONGEST, Forward
 from engine.convert.plan import Format, OutputTensor
 from engine.convert.prune import Selection, select
@@ -44,12 +44,14 @@ HEADER = """| variant | MB | text KL | text perplexity | answer KL | answer loss
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured variant. stored: bytes; lessons: score on answers; text: on running text, if that was measured."""
+    """One measured variant. stored: bytes; lessons: score on answers; text: on running text, drafts: accepted share of
+    those of the multi-token prediction layer, if that was measured."""
 
     name: str
     stored: int
     lessons: Score
     text: Score | None
+    drafts: float | None
 
     @property
     def exact(self) -> float:
@@ -83,13 +85,14 @@ class Bench:
         self._lessons, self._text = Reference(original, lessons), Reference(original, text)
         original.close()
 
-    def measure(self, name: str, prepared: Conversion, *, text: bool) -> Row:
-        """Writes a variant and measures it as it would be served; text: on running text too."""
+    def measure(self, name: str, prepared: Conversion, *, text: bool, drafts: bool) -> Row:
+        """Writes a variant and measures it as it would be served; text: on running text too; drafts: its drafts too."""
         path = self._workspace / name
         convert.run(prepared, path, threads=self._threads, progress=lambda done, total: None)
         candidate = Forward(path, self._threads)
         running = self._text.score(candidate) if text else None
-        row = Row(name, (path / DATA_NAME).stat().st_size, self._lessons.score(candidate), running)
+        accepted = draft_acceptance(candidate, self._lessons.samples) if drafts else None
+        row = Row(name, (path / DATA_NAME).stat().st_size, self._lessons.score(candidate), running, accepted)
         candidate.close()
         typer.echo(line(row))
         return row
@@ -182,7 +185,7 @@ def quantized(bench: Bench, calibration: Calibration) -> dict[str, Row]:
     """All ways to quantise, by name."""
 
     def measure(name: str, prepared: Conversion) -> Row:
-        return bench.measure(name, prepared, text=True)
+        return bench.measure(name, prepared, text=True, drafts=name == "size")
 
     source, plain = bench.source, convert.prepare(bench.source, Options())
     rows = {
@@ -195,14 +198,15 @@ def quantized(bench: Bench, calibration: Calibration) -> dict[str, Row]:
     return rows
 
 
-def pruned(bench: Bench, calibration: Calibration, size: Row) -> dict[str, float]:
-    """All ways to prune the calibrated default, which is `size`; answer losses by name."""
+def pruned(bench: Bench, calibration: Calibration, size: Row) -> dict[str, float | None]:
+    """All ways to prune the calibrated default, which is `size`; answer losses and accepted drafts by name."""
     scores, frequency = calibration.scores("saliency"), calibration.scores("tokens")
     experts = len(next(iter(scores.values())))
     base, half = bench.path(size.name), experts // 2
 
     def measure(name: str, selection: Selection) -> Row:
-        return bench.measure(name, convert.prepare(base, Options(selection=selection)), text=False)
+        prepared = convert.prepare(base, Options(selection=selection))
+        return bench.measure(name, prepared, text=False, drafts=name.startswith("REAP"))
 
     quarter = measure("REAP 25 %", select(scores, experts - experts // 4))
     reap = measure("REAP 50 %", select(scores, half))
@@ -217,6 +221,9 @@ def pruned(bench: Bench, calibration: Calibration, size: Row) -> dict[str, float
         "frequency50_loss": by_frequency.lessons.loss,
         "random50_loss_median": statistics.median(row.lessons.loss for row in draws),
         "random50_worse_than_reap50": sum(row.lessons.loss > reap.lessons.loss for row in draws),
+        "size_drafts": size.drafts,
+        "reap25_drafts": quarter.drafts,
+        "reap50_drafts": reap.drafts,
     }
 
 

@@ -82,7 +82,9 @@ def test_kept_experts_are_the_cells(tmp_path: Path) -> None:
     path = plots.save_kept(select(scores, 2), tmp_path)
     cells = np.zeros((3, 8), np.bool_)
     cells[0, 6:] = cells[1, 6:] = cells[2, :2] = True
-    expected = charts.grid(Labels("Kept experts: 2 of each layer", "expert", "layer"), cells)
+    expected = charts.grid(
+        Labels("Kept experts: 2 of each layer", "expert", "layer, the last for multi-token prediction"), cells
+    )
     np.testing.assert_array_equal(opened(path), np.asarray(expected))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import mmap
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -24,18 +23,7 @@ from engine.core import Float32Array, Int32Array
 from engine.cuda_driver import CudaCard
 from engine.engine import Engine
 from engine.errors import ConfigError, KernelError, OutOfMemory
-from engine.gpu import (
-    PTX,
-    STOPS_AT_ONCE,
-    GpuPrefill,
-    PassPart,
-    divide,
-    interleave,
-    lock_experts,
-    make_plan,
-    memory_nodes,
-    open_card,
-)
+from engine.gpu import PTX, STOPS_AT_ONCE, GpuPrefill, PassPart, divide, lock_experts, make_plan, open_card
 from engine.model import Model, text_positions
 from engine.state import SequenceState
 from engine.weights import (
@@ -188,17 +176,6 @@ def test_passes_end_on_the_grid_of_their_segment_and_leave_few_states() -> None:
     assert table.tolist() == [[0, 32, -1, 0], [32, 32, 0, 0], [64, 2, 1, 0], [66, 10, -1, 0]]
     resumed = PassPart(101, 180, (101,), (128,)).chunks()
     assert resumed.tolist() == [[0, 27, 0, 0], [27, 32, -1, 0], [59, 20, -1, 0]]
-
-
-def test_memory_that_all_processors_read_is_spread_over_nodes(tmp_path: Path) -> None:
-    for name in ("node0", "node1", "node10", "possible"):
-        (tmp_path / name).mkdir()
-    assert memory_nodes(tmp_path) == [0, 1, 10]
-    array = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
-    assert not interleave(array, [0])
-    assert not interleave(array, [62, 63])  # nodes that are not there are refused, and nothing happens
-    array[:] = 7
-    assert array.sum() == 7 << 20
 
 
 def test_what_stays_on_the_card_and_how_passes_are_cut_changes_no_bit(
