@@ -6,9 +6,10 @@ probe runs between the rounds, because the rate of a shared host moves.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -54,9 +55,9 @@ class Speed:
 
     def as_json(self) -> dict[str, Any]:
         """All fields, rounded to what a measurement is worth."""
-        return {
-            name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in asdict(self).items()
-        }
+        text = json.dumps(asdict(self))
+        values: dict[str, Any] = json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
+        return values
 
     def as_text(self) -> str:
         """One line for people."""
@@ -69,6 +70,26 @@ class Speed:
     def as_table(self) -> str:
         """The operations, for people; per decode step or prefill."""
         return cost_table(self.operations, self.seconds, self.rounds * (self.tokens if self.kind == "decode" else 1))
+
+
+def draw(speeds: Sequence[Speed], path: Path) -> None:
+    """Write a PNG: of one measurement the milliseconds of each operation, of several the speed over their lengths.
+    ConfigError if the place cannot be written to."""
+    from engine import charts  # Pillow takes a while to load
+
+    first = speeds[0]
+    title = f"{first.kind.capitalize()}, {first.tier}, {first.threads} threads"
+    if len(speeds) == 1:
+        steps = first.rounds * (first.tokens if first.kind == "decode" else 1)
+        costs = [cost for cost in first.operations if cost.calls]
+        values = [1e3 * cost.seconds / steps for cost in costs]
+        labels = charts.Labels(title, "operation", "ms per token" if first.kind == "decode" else "ms per prompt")
+        charts.save(charts.bars(labels, [cost.name for cost in costs], {"ms": values}), path)
+        return
+    lengths = [float(speed.context if speed.kind == "decode" else speed.tokens) for speed in speeds]
+    points = sorted(zip(lengths, (speed.tokens_per_s for speed in speeds), strict=True))
+    labels = charts.Labels(title, "tokens of context" if first.kind == "decode" else "tokens of the prompt", "tokens/s")
+    charts.save(charts.lines(labels, [charts.Series("tokens/s", points)], log_x=True), path)
 
 
 def measure_decode(

@@ -163,7 +163,9 @@ class EngineConfig:
     run through a layer at once in prefill. cache None: every prompt is computed from its first token.
     device: where prompts run: "auto" is the GPU if there is one that can, else the CPU; "gpu" insists. gpu_memory:
     bytes of the card to use at most, None: what is free. gpu_min_tokens: segments of a prompt that are shorter run on
-    the CPU, which is quicker there; None: measured at load.
+    the CPU, which is quicker there; None: measured at load. huge_pages: under the weights: "auto" takes what the file
+    gives, "on" copies to get them, "off" forbids them. numa: "interleave" deals the weights out to the nodes of a
+    machine with several, "off" leaves them where they fall. memory_lock: the weights may not be paged out.
     """
 
     simd_tier: str = "auto"
@@ -175,8 +177,15 @@ class EngineConfig:
     gpu_min_tokens: int | None = None
     pass_tokens: int = 512
     cache: CacheSettings | None = None
+    huge_pages: Literal["auto", "on", "off"] = "auto"
+    numa: Literal["interleave", "off"] = "interleave"
+    memory_lock: bool = False
 
     def __post_init__(self) -> None:
+        if self.huge_pages not in ("auto", "on", "off"):
+            raise ConfigError(f"huge_pages is {self.huge_pages!r}, expected 'auto', 'on' or 'off'")
+        if self.numa not in ("interleave", "off"):
+            raise ConfigError(f"numa is {self.numa!r}, expected 'interleave' or 'off'")
         if self.simd_tier not in ("auto", *SIMD_TIERS):
             raise ConfigError(f"simd_tier is {self.simd_tier!r}, expected one of auto, {', '.join(SIMD_TIERS)}")
         if self.compute not in ("w4a8", "f32"):

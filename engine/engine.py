@@ -53,7 +53,7 @@ class Engine:
 
         The calling thread becomes one of them: generate from it. Raises ModelFileError, ConfigError, OutOfMemory.
         """
-        weights = load_weights(path, ModelConfig.load(path))
+        weights = load_weights(path, ModelConfig.load(path), config)
         tokenizer = Tokenizer.load(path)
         tokens = tokenizer.vocab_size
         if tokens > weights.config.vocab_size:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.cpu import resolve_tier
-from engine.placement import available_bytes, choose_threads, wanted_context
+from engine.memory import MemoryReport, report
+from engine.placement import available_bytes, choose_threads, memory_nodes, wanted_context
 from engine.state import PAGE_TOKENS, page_bytes, recurrent_bytes
 from engine.vision import picture_flops, work_bytes
 from engine.weights import StoredTensor, Weights, load_weights
@@ -72,6 +73,15 @@ class PictureCost:
 
 
 @dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What was asked for; see EngineConfig."""
+
+    huge_pages: str
+    numa: str
+    memory_lock: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """A checkpoint on this machine. Sizes in bytes; context_length in tokens. widened_bytes: what 16-bit matrices take
     beyond their stored size, because they are held as float32."""
@@ -85,6 +95,9 @@ class Inventory:
     threads: int
     pinned_to: tuple[int, ...] | None
     transparent_huge_pages: str
+    memory: MemoryReport
+    memory_nodes: tuple[int, ...]
+    settings: MemorySettings
     memory_available: int
     widened_bytes: int = 0
     pictures: tuple[PictureCost, ...] = ()
@@ -159,8 +172,18 @@ class Inventory:
                 for p in self.pictures
             ),
             f"kernels      {self._kernels()}",
-            f"huge pages   transparent: {self.transparent_huge_pages}",
+            f"huge pages   {self.settings.huge_pages} (transparent ones: {self.transparent_huge_pages})",
+            f"in memory    {self.memory.as_text()}",
+            f"NUMA         {self._numa()}",
+            f"locked       {'yes' if self.settings.memory_lock else 'no'}",
         ]
+
+    def _numa(self) -> str:
+        if len(self.memory_nodes) < 2:
+            return "one node"
+        nodes = ", ".join(map(str, self.memory_nodes))
+        how = "weights are dealt out to them" if self.settings.numa == "interleave" else "weights lie where they fall"
+        return f"nodes {nodes}: {how}"
 
     def _kernels(self) -> str:
         where = "not pinned" if self.pinned_to is None else f"on processors {', '.join(map(str, self.pinned_to))}"
@@ -169,7 +192,10 @@ class Inventory:
 
 def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
     """Look at a checkpoint as an engine with `config` would use it. Raises ModelFileError, ConfigError."""
-    weights = load_weights(directory, ModelConfig.load(directory))
+    # Looked at, not loaded: nothing is copied or locked for it.
+    weights = load_weights(
+        directory, ModelConfig.load(directory), replace(config, huge_pages="auto", memory_lock=False)
+    )
     tier = resolve_tier(config.simd_tier)
     threads, pinned_to = choose_threads(config.threads)
     return Inventory(
@@ -182,6 +208,9 @@ def take_inventory(directory: Path, config: EngineConfig) -> Inventory:
         threads=threads,
         pinned_to=pinned_to,
         transparent_huge_pages=_transparent_huge_pages(),
+        memory=_how_they_lie(weights),
+        memory_nodes=memory_nodes(),
+        settings=MemorySettings(config.huge_pages, config.numa, config.memory_lock),
         memory_available=available_bytes(),
         widened_bytes=weights.file.resident_bytes - weights.file.nbytes,
         pictures=pictures_of(weights.config, tier),
@@ -232,6 +261,11 @@ def _token_bytes(part: str, tensors: list[StoredTensor], config: ModelConfig) ->
     if part == "experts":
         return nbytes * config.num_experts_per_tok // config.num_experts
     return nbytes
+
+
+def _how_they_lie(weights: Weights) -> MemoryReport:
+    """Of the largest file: shards are alike."""
+    return report(max(weights.file.files.values(), key=lambda data: data.nbytes))
 
 
 def _transparent_huge_pages() -> str:

@@ -115,6 +115,28 @@ def physical_cpus(allowed: Iterable[int], root: Path = Path("/sys/devices/system
     return tuple(first_of_core.values())
 
 
+def memory_nodes(
+    root: Path = Path("/sys/devices/system/node"), status: Path = Path("/proc/self/status")
+) -> tuple[int, ...]:
+    """NUMA nodes, ascending, that have memory and that this process may take it from. Empty if the kernel does not
+    tell; nodes from 64 on are left out."""
+    try:
+        there = _numbers((root / "has_memory").read_text())
+        allowed = next(line for line in status.read_text().splitlines() if line.startswith("Mems_allowed_list:"))
+        return tuple(sorted(n for n in there & _numbers(allowed.split(":", 1)[1]) if n < 64))
+    except (OSError, ValueError, StopIteration):
+        return ()
+
+
+def _numbers(text: str) -> set[int]:
+    """A list as the kernel writes it: `0-2,5`."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Processors' worth of time that the control group allows, None if unlimited."""
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,10 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.config import LayerType, ModelConfig, VisionConfig
+from engine.config import EngineConfig, LayerType, ModelConfig, VisionConfig
 from engine.core import Float32Array, UInt8Array
 from engine.errors import ModelFileError
 from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
+from engine.memory import map_file
 
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -198,11 +198,14 @@ class ModelFile:
     a name occurs twice.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, memory: EngineConfig | None = None) -> None:
+        """memory: how the files are to lie in memory (`memory.map_file`); None: as the kernel does it."""
         self.directory = directory
+        self.files: dict[Path, UInt8Array] = {}  # whole, mapped
         self.tensors: dict[str, StoredTensor] = {}
         for path in _data_files(directory):
-            for tensor in _read_file(path):
+            self.files[path] = _map(path, memory)
+            for tensor in _read_file(path, self.files[path]):
                 if tensor.name in self.tensors:
                     raise ModelFileError(f"{path}: tensor {tensor.name!r} is also in {self.tensors[tensor.name].path}")
                 if not tensor.name.startswith(PADDING_PREFIX):
@@ -276,10 +279,12 @@ class ModelFile:
         return Matrix(rows, cols, count or 1, tensor.data.reshape(count or 1, *blocks))
 
 
-def load_weights(directory: Path, config: ModelConfig) -> Weights:
-    """Map and bind the checkpoint in `directory`. Raises ModelFileError naming the first tensor that is missing,
-    unexpected, or not of the shape and type that `config` asks for."""
-    file = ModelFile(directory)
+def load_weights(directory: Path, config: ModelConfig, memory: EngineConfig | None = None) -> Weights:
+    """Map and bind the checkpoint in `directory`; memory: how its files are to lie (`memory.map_file`).
+
+    Raises ModelFileError naming the first tensor that is missing, unexpected, or not of the shape and type that
+    `config` asks for."""
+    file = ModelFile(directory, memory)
     binder = _Binder(file, quantized=config.quantized)
     prefix = TEXT_PREFIX if any(name.startswith(TEXT_PREFIX) for name in file.tensors) else "model."
     config = dataclasses.replace(config, num_experts=binder.expert_count(f"{prefix}layers.0.mlp."))
@@ -544,16 +549,19 @@ def _data_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names))]
 
 
-def _read_file(path: Path) -> list[StoredTensor]:
-    """All tensors of a safetensors file: 8 bytes of header length, a JSON header, the data without holes."""
+def _map(path: Path, memory: EngineConfig | None) -> UInt8Array:
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size < 8:
-                raise ModelFileError(f"{path}: truncated: {size} bytes, a safetensors file has at least 8")
-            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+        size = path.stat().st_size
+        if size < 8:
+            raise ModelFileError(f"{path}: truncated: {size} bytes, a safetensors file has at least 8")
+        return map_file(path, memory)
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_file(path: Path, mapped: UInt8Array) -> list[StoredTensor]:
+    """All tensors of a safetensors file: 8 bytes of header length, a JSON header, the data without holes."""
+    size = mapped.nbytes
     length = int.from_bytes(mapped[:8].tobytes(), "little")
     if length > _MAX_HEADER_BYTES or 8 + length > size:
         raise ModelFileError(f"{path}: not a safetensors file, or truncated: header of {length} in {size} bytes")

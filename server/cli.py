@@ -17,6 +17,7 @@ import typer
 from engine.errors import ConfigError, FermionError, ModelFileError, RequestError
 
 if TYPE_CHECKING:
+    from engine.bench import Speed
     from server.config import Settings
 
 app = typer.Typer(
@@ -52,6 +53,28 @@ SimdTier = Annotated[
         help="Kernel tier: scalar, ssse3, avx2, avx512, or auto, the best that runs here. (default: auto)",
         rich_help_panel=_ENGINE,
         show_default=False,
+    ),
+]
+HugePages = Annotated[
+    str | None,
+    typer.Option(
+        help="Huge pages under the weights: auto, what the file gives; on, copied if need be; off. (default: auto)",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+Numa = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights on machines with several NUMA nodes: interleave, or off. (default: interleave)",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
+MemoryLock = Annotated[
+    bool | None,
+    typer.Option(
+        "--memory-lock", help="The weights may not be paged out.", rich_help_panel=_ENGINE, show_default=False
     ),
 ]
 Threads = Annotated[
@@ -93,6 +116,10 @@ GpuMemory = Annotated[
         rich_help_panel=_GPU,
         show_default=False,
     ),
+]
+Chart = Annotated[
+    Path | None,
+    typer.Option(help="Write a PNG: time by operation, or speed over several lengths.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
 
@@ -155,6 +182,9 @@ def serve(
     threads: Threads = None,
     compute: Compute = None,
     context_length: ContextLength = None,
+    huge_pages: HugePages = None,
+    numa: Numa = None,
+    memory_lock: MemoryLock = None,
     device: Device = None,
     gpu_memory: GpuMemory = None,
     gpu_min_tokens: Annotated[
@@ -440,49 +470,75 @@ def doctor(as_json: AsJson = False) -> None:
 @bench.command()
 def decode(
     model: Model = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens before the first measured one.")] = 128,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens before the first measured one; may be given again. (default: 128)"),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode in a round.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 3,
     simd_tier: SimdTier = None,
     threads: Threads = None,
     compute: Compute = None,
     context_length: ContextLength = None,
+    chart: Chart = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time per generated token, and the memory traffic it makes."""
+    """Time per generated token, and the memory traffic it makes. With --json one line for each context, at the end."""
     with _exit_codes():
         from engine.bench import measure_decode
 
         settings = _engine_settings(model, simd_tier, threads, compute, context_length)
-        speed = measure_decode(
-            settings.model, settings.engine_config(), context=context, tokens=tokens, rounds=rounds, report=_note
+        config = settings.engine_config()
+        _tell(
+            [
+                measure_decode(settings.model, config, context=length, tokens=tokens, rounds=rounds, report=_note)
+                for length in context or [128]
+            ],
+            chart,
+            as_json,
         )
-        typer.echo(speed.as_table())
-        typer.echo(speed.as_text())
-        if as_json:
-            typer.echo(json.dumps(speed.as_json()))
 
 
 @bench.command()
 def prefill(
     model: Model = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 512,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Length of the prompt; may be given again. (default: 512)")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 3,
     simd_tier: SimdTier = None,
     threads: Threads = None,
     compute: Compute = None,
     context_length: ContextLength = None,
+    chart: Chart = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time from a prompt to its first answer token."""
+    """Time from a prompt to its first answer token. With --json one line for each length, at the end."""
     with _exit_codes():
         from engine.bench import measure_prefill
 
         settings = _engine_settings(model, simd_tier, threads, compute, context_length)
-        speed = measure_prefill(settings.model, settings.engine_config(), tokens=tokens, rounds=rounds, report=_note)
+        config = settings.engine_config()
+        _tell(
+            [
+                measure_prefill(settings.model, config, tokens=length, rounds=rounds, report=_note)
+                for length in tokens or [512]
+            ],
+            chart,
+            as_json,
+        )
+
+
+def _tell(speeds: list[Speed], chart: Path | None, as_json: bool) -> None:
+    for speed in speeds:
         typer.echo(speed.as_table())
         typer.echo(speed.as_text())
-        if as_json:
+    if chart is not None:
+        from engine.bench import draw
+
+        draw(speeds, chart)
+    if as_json:
+        for speed in speeds:
             typer.echo(json.dumps(speed.as_json()))
 
 

@@ -37,6 +37,8 @@ DEMO_CHECKPOINT = Path(__file__).parent.parent / "engine" / "demo" / "checkpoint
 SimdTier = Literal["auto", "scalar", "ssse3", "avx2", "avx512"]
 Compute = Literal["w4a8", "f32"]
 Device = Literal["auto", "cpu", "gpu"]
+HugePages = Literal["auto", "on", "off"]
+Numa = Literal["interleave", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -109,6 +111,9 @@ class Settings(BaseSettings):
     threads: Annotated[int | None, Field(ge=1, le=1024)] = None
     compute: Compute = "w4a8"
     context_length: Annotated[int | None, Field(ge=64)] = None
+    huge_pages: HugePages = "auto"
+    numa: Numa = "interleave"
+    memory_lock: bool = False
 
     device: Device = "auto"
     gpu_memory: Annotated[ByteCount | None, Field(gt=0)] = None
@@ -173,6 +178,9 @@ class Settings(BaseSettings):
             device=self.device,
             gpu_memory=self.gpu_memory,
             gpu_min_tokens=self.gpu_min_tokens,
+            huge_pages=self.huge_pages,
+            numa=self.numa,
+            memory_lock=self.memory_lock,
             cache=None if self.no_cache else CacheSettings(self.cache_ram, self.cache_disk, self.cache_dir),
         )
 

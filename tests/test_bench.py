@@ -12,7 +12,7 @@ import pytest
 from tiny_models import packed_checkpoint
 
 from engine import bench
-from engine.bench import measure_decode, measure_prefill
+from engine.bench import draw, measure_decode, measure_prefill
 from engine.config import EngineConfig
 from engine.errors import ConfigError, OutOfMemory
 from engine.inventory import take_inventory
@@ -117,3 +117,15 @@ def test_vision_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
     text_only = packed_checkpoint(tmp_path / "text")
     with pytest.raises(ConfigError, match="this checkpoint has no vision tower"):
         measure_vision(text_only, EngineConfig(threads=1), width=64, height=64, rounds=1, report=lambda text: None)
+
+
+@pytest.mark.usefixtures("without_probe")
+@pytest.mark.parametrize("lengths", [[64], [64, 130]])
+def test_a_chart_on_request(lengths: list[int], tmp_path: Path) -> None:
+    config = EngineConfig(threads=1)
+    speeds = [
+        measure_prefill(DEMO_CHECKPOINT, config, tokens=length, rounds=1, report=lambda text: None)
+        for length in lengths
+    ]
+    draw(speeds, tmp_path / "new" / "chart.png")
+    assert (tmp_path / "new" / "chart.png").read_bytes().startswith(b"\x89PNG")

@@ -24,7 +24,7 @@ COMMANDS = {
 }
 # The native extension is bound once for text and once for pictures; the converter and the benchmarks bind
 # functions of their own.
-NATIVE = ("engine.cpu", "engine.vision", "engine.convert", "engine.probe", "engine.vision_bench")
+NATIVE = ("engine.cpu", "engine.memory", "engine.vision", "engine.convert", "engine.probe", "engine.vision_bench")
 TRAINING = "engine.demo.recipe"
 
 

@@ -16,7 +16,8 @@ from engine.convert.plan import build_plan
 from engine.convert.source_config import geometry
 from engine.convert.synthetic import RandomCheckpoint, Shape, published_config
 from engine.errors import ConfigError, ModelFileError
-from engine.inventory import Inventory, parts_of, pictures_of, sequence_of, take_inventory
+from engine.inventory import Inventory, MemorySettings, parts_of, pictures_of, sequence_of, take_inventory
+from engine.memory import MemoryReport
 from engine.vision_bench import PUBLISHED
 from server.config import DEMO_CHECKPOINT
 
@@ -44,6 +45,9 @@ def published() -> Inventory:
         threads=2,
         pinned_to=(0, 1),
         transparent_huge_pages="madvise",
+        memory=MemoryReport(10_484_920_512, 1.0, 0.98, {0: 0.5, 1: 0.5}),
+        memory_nodes=(0, 1),
+        settings=MemorySettings("auto", "interleave", memory_lock=False),
         memory_available=0,
     )
 
@@ -72,6 +76,9 @@ def test_text_and_json_tell_the_same(published: Inventory) -> None:
     assert f"{published.weight_bytes:,}" in text
     assert "30 gated delta net, 10 attention" in text
     assert "ssse3, 2 threads, on processors 0, 1" in text
+    assert "100% in memory, of that 98% in huge pages; nodes 0: 50%, 1: 50%" in text
+    assert "nodes 0, 1: weights are dealt out to them" in text
+    assert values["settings"] == {"huge_pages": "auto", "numa": "interleave", "memory_lock": False}
     assert "40 layers, 128 experts, 10.48 GB of weights" in published.headline()
 
 

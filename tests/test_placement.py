@@ -16,6 +16,7 @@ from engine.placement import (
     available_bytes,
     choose_threads,
     cpu_quota,
+    memory_nodes,
     physical_cpus,
     place,
     spare_bytes,
@@ -42,6 +43,25 @@ def test_one_processor_per_core(tmp_path: Path) -> None:
 
 def test_untold_topology_counts_processors(tmp_path: Path) -> None:
     assert physical_cpus({2, 0}, tmp_path) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("has_memory", "allowed", "nodes"),
+    [
+        ("0\n", "0", (0,)),
+        ("0-1\n", "0-1", (0, 1)),
+        ("0-3,8\n", "1-2,8-9", (1, 2, 8)),  # a container on some of the nodes
+        ("0,70\n", "0-127", (0,)),
+        ("\n", "0", ()),
+        ("junk\n", "0", ()),
+    ],
+)
+def test_memory_nodes(tmp_path: Path, has_memory: str, allowed: str, nodes: tuple[int, ...]) -> None:
+    (tmp_path / "has_memory").write_text(has_memory)
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tx\nMems_allowed:\t1\nMems_allowed_list:\t{allowed}\n")
+    assert memory_nodes(tmp_path, status) == nodes
+    assert memory_nodes(tmp_path / "nothing", status) == ()
 
 
 @pytest.mark.parametrize(("text", "quota"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("junk", None)])

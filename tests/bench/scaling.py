@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from engine.bench import Speed, measure_decode, measure_prefill
+from engine.charts import Labels, Series, lines, save
 from engine.config import EngineConfig
 
 
@@ -20,8 +21,6 @@ def quiet(text: str) -> None:
 
 def draw(path: Path, decodes: list[Speed]) -> None:
     """Tokens a second that were decoded, and those that the probe's bandwidth would allow."""
-    from engine.charts import Labels, Series, lines
-
     measured = [(float(speed.threads), speed.tokens_per_s) for speed in decodes]
     bounds = [
         (float(s.threads), s.tokens_per_s * s.probe_gb_per_s / s.gb_per_s)
@@ -34,7 +33,7 @@ def draw(path: Path, decodes: list[Speed]) -> None:
         [Series("measured", measured), Series("bound by memory", bounds)],
         log_x=True,
     )
-    chart.save(path)
+    save(chart, path)
 
 
 def main() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
     length = max(args.context + args.tokens, args.prefill) + 64
     decodes = []
     for threads in map(int, args.threads.split(",")):
-        config = EngineConfig(simd_tier=args.simd_tier, threads=threads, context_length=length)
+        config = EngineConfig(simd_tier=args.simd_tier, threads=threads, context_length=length, device="cpu")
         speed = measure_decode(
             args.model, config, context=args.context, tokens=args.tokens, rounds=args.rounds, report=quiet
         )
