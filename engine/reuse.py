@@ -275,7 +275,9 @@ class PromptRun:
         """Prefill will be given up in the middle of the pass that would have come to `end`: keep what it has done."""
         if self._cache is None or self._shelf is None or not self._options.write or end > self._key.limit:
             return
-        parked = self._cache.park([paused.hidden, *self._pass_arrays(end)])
+        parked = self._cache.park(
+            [paused.hidden, *self._pass_arrays(end)], beside=self._checkpoint, evict=not self._options.shadow
+        )
         if parked is not None:
             self._shelf.interrupted = Interrupted(
                 self._key, self.state.position, end, paused.layers, paused.hidden.shape, self._canonical, parked

@@ -326,13 +326,22 @@ class PrefixCache:
             replaces.drop()
         return replaces if entry is Stored.NO_ROOM else None
 
-    def park(self, arrays: Sequence[npt.NDArray[np.generic]]) -> Parked | None:
-        """Keep a copy of C-contiguous arrays, in place of what was parked before. None: there is no room."""
+    def park(
+        self, arrays: Sequence[npt.NDArray[np.generic]], *, beside: Checkpoint | None = None, evict: bool = True
+    ) -> Parked | None:
+        """Keep a copy of C-contiguous arrays, in place of what was parked before. beside: a checkpoint that must not
+        make room for it; evict False: no snapshot must. None: there is no room."""
         nbytes = sum(array.nbytes for array in arrays)
         count = -(-nbytes // self.geometry.page_bytes)
         with self._index.lock:
             self._index.drop_parked()
-            blocks = self._index.arena.reserve(count) if self._index.make_room(count) else None
+            kept = None if beside is None else beside._entry.ram
+            if kept is not None:
+                kept.refs += 1
+            has_room = self._index.make_room(count) if evict else count <= self._index.arena.free
+            blocks = self._index.arena.reserve(count) if has_room else None
+            if kept is not None:
+                self._index.unref_copy(kept)
         if blocks is None:
             return None
         scatter(arrays, [self._index.arena.view(block) for block in blocks], nbytes)

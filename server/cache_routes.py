@@ -42,6 +42,8 @@ class CacheList:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cache, tenant = _control(self._service), tenant_of(scope)
         if scope["method"] == "DELETE":
+            self._service.worker.forget_ahead(tenant)
+            self._service.prompts.forget(tenant)
             deleted = await asyncio.to_thread(cache.clear, tenant)
             await send_json(send, {"object": "cache.deleted", "deleted": deleted})
         else:

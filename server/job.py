@@ -90,6 +90,10 @@ class Reply:
 class Sequel(Protocol):
     """What may follow an answer."""
 
+    @property
+    def tenant(self) -> bytes:
+        """Whose conversation it is."""
+
     def remember(self, reply: Reply) -> None:
         """Keep what the next request of the conversation will need. Called before the client knows the last of it."""
 

@@ -18,7 +18,7 @@ from engine.errors import ContextLengthExceeded, ModelFileError, RequestError
 from engine.image import Picture
 from engine.tokenizer import Tokenizer
 from server.errors import invalid, unsupported
-from server.recall import ANSWER_START, TURN_END, TURN_START, Recall
+from server.recall import ANSWER_START, TURN_END, TURN_START, Recall, scope_of
 from server.schema import (
     TEMPLATE_SWITCHES,
     CachingRequest,
@@ -249,6 +249,10 @@ class PromptBuilder:
         if turn.startswith(ANSWER_START) and self._encode_template(turn) != ids:
             self._recall.keep_ids(scope, turn, ids)
 
+    def forget(self, tenant: bytes) -> None:
+        """Drop what was kept of answers to one tenant."""
+        self._recall.forget(tenant)
+
     def opened(self, prompt: Prompt) -> Prompt | None:
         """`prompt` to the end of its last turn's header: what it shares with any other content of that turn. None: it
         has no such header."""
@@ -331,7 +335,7 @@ def cache_options(request: CachingRequest, tenant: bytes) -> CacheOptions:
 
 def prompt_scope(request: CachingRequest, tenant: bytes) -> bytes:
     """Whose answers may be remembered in a prompt: requests of one tenant with one salt."""
-    return tenant + b"\0" + (request.cache_salt or "").encode()
+    return scope_of(tenant, (request.cache_salt or "").encode())
 
 
 def output_limit(request: ChatCompletionRequest) -> int | None:

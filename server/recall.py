@@ -19,6 +19,7 @@ import numpy as np
 CAPACITY_BYTES = 16 << 20
 # What a record takes besides its value: key, list links, objects.
 _RECORD_BYTES = 256
+_TAG_BYTES = 16
 
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
@@ -28,7 +29,7 @@ ANSWER_START = f"{TURN_START}assistant\n"
 class Recall:
     """The records of one server, those unused longest given up first. Threads may share it.
 
-    capacity_bytes: of all records together.
+    capacity_bytes: of all records together. Scopes are made by `scope_of`.
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
@@ -41,6 +42,13 @@ class Recall:
     def nbytes(self) -> int:
         """Bytes of all records, at most the capacity."""
         return self._bytes
+
+    def forget(self, tenant: bytes) -> None:
+        """Drop all records of one tenant, whatever their salts."""
+        tag = _tag(tenant)
+        with self._lock:
+            for name in [name for name in self._records if name.startswith(tag)]:
+                self._bytes -= len(self._records.pop(name)) + _RECORD_BYTES
 
     def keep_ids(self, scope: bytes, turn: str, token_ids: Sequence[int]) -> None:
         """The answer whose turn reads `turn` (from ANSWER_START to TURN_END) was generated as `token_ids`."""
@@ -99,11 +107,19 @@ class Recall:
                 self._bytes -= len(gone) + _RECORD_BYTES
 
 
+def scope_of(tenant: bytes, salt: bytes) -> bytes:
+    """Whose answers may be remembered together: those to requests of one tenant with one salt."""
+    return _tag(tenant) + salt
+
+
+def _tag(tenant: bytes) -> bytes:
+    return hashlib.blake2b(tenant, digest_size=_TAG_BYTES, person=b"tenant").digest()
+
+
 def _name(kind: bytes, scope: bytes, text: str) -> bytes:
-    digest = hashlib.blake2b(digest_size=32, person=kind)
-    digest.update(len(scope).to_bytes(4, "little") + scope)
-    digest.update(text.encode())
-    return digest.digest()
+    digest = hashlib.blake2b(scope, digest_size=32, person=kind)
+    digest.update(b"\0" + text.encode())
+    return scope[:_TAG_BYTES] + digest.digest()
 
 
 def _answers(text: str) -> Iterator[tuple[int, int]]:
@@ -119,8 +135,7 @@ def _answers(text: str) -> Iterator[tuple[int, int]]:
 
 def _names(scope: bytes, messages: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """A name for each message: of all that was said up to it, thinking left out."""
-    digest = hashlib.blake2b(digest_size=32, person=b"thinking")
-    digest.update(len(scope).to_bytes(4, "little") + scope)
+    digest = hashlib.blake2b(scope, digest_size=32, person=b"thinking")
     for message in messages:
         content = message.get("content")
         shown = {
@@ -129,5 +144,5 @@ def _names(scope: bytes, messages: Sequence[Mapping[str, Any]]) -> Iterator[byte
             "calls": [call["function"] for call in message.get("tool_calls") or ()],
         }
         # Pictures are no JSON; their names need not last.
-        digest.update(json.dumps(shown, sort_keys=True, default=repr).encode() + b"\0")
-        yield digest.copy().digest()
+        digest.update(b"\0" + json.dumps(shown, sort_keys=True, default=repr).encode())
+        yield scope[:_TAG_BYTES] + digest.copy().digest()

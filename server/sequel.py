@@ -34,10 +34,15 @@ class ChatSequel(Sequel):
         self._chat = chat
         self._generation = generation
 
+    @property
+    def tenant(self) -> bytes:
+        """See Sequel."""
+        return self._generation.cache.scope
+
     def remember(self, reply: Reply) -> None:
         """See Sequel."""
         if reply.stop_string is None:
-            scope = prompt_scope(self._request, self._generation.cache.scope)
+            scope = prompt_scope(self._request, self.tenant)
             self._prompts.remember(self._request, scope, self._chat, reply.token_ids, self._answer(reply))
 
     @property
@@ -49,7 +54,7 @@ class ChatSequel(Sequel):
 
     def continues(self, other: Sequel) -> bool:
         """See Sequel."""
-        if not isinstance(other, ChatSequel) or other._generation.cache.scope != self._generation.cache.scope:
+        if not isinstance(other, ChatSequel) or other.tenant != self.tenant:
             return False
         earlier = other._request.messages
         return self._request.messages[: len(earlier)] == earlier
@@ -88,9 +93,7 @@ class ChatSequel(Sequel):
             update={"messages": [*self._request.messages, answer, message], "add_generation_prompt": False}
         )
         try:
-            prompt = self._prompts.chat(
-                request, pictures=self._chat.pictures, scope=self._generation.cache.scope
-            ).prompt
+            prompt = self._prompts.chat(request, pictures=self._chat.pictures, scope=self.tenant).prompt
         except FermionError:
             return None
         return self._prompts.opened(prompt)

@@ -81,7 +81,7 @@ class EngineWorker:
         self._active: dict[str, Job] = {}
         self._over: OrderedDict[str, JobStatus] = OrderedDict()
         self._sequels: list[_Ahead] = []
-        self._reading_ahead = False
+        self._reading: _Ahead | None = None
         self._pace = Pace()
         self._engine: GeneratingEngine | None = None
         self._context_length = 0
@@ -137,7 +137,14 @@ class EngineWorker:
     @property
     def ahead(self) -> int:
         """Conversations whose next prompt is being read ahead, or will be as soon as there is time."""
-        return len(self._sequels) + int(self._reading_ahead)
+        return len(self._sequels) + int(self._reading is not None)
+
+    def forget_ahead(self, tenant: bytes) -> None:
+        """Read nothing ahead any more of the conversations so far of one tenant."""
+        with self._changed:
+            self._sequels = [ahead for ahead in self._sequels if ahead.sequel.tenant != tenant]
+            if self._reading is not None and self._reading.sequel.tenant == tenant:
+                self._reading.is_unwanted = True
 
     def check_admission(self) -> None:
         """Raise the ApiError that a new job would meet now."""
@@ -279,13 +286,13 @@ class EngineWorker:
 
     def _take(self) -> Job | _Ahead | None:
         with self._changed:
-            self._reading_ahead = False
+            self._reading = None
             self._changed.wait_for(lambda: self._queue or self._closing or (self._sequels and not self._draining))
             if self._closing:
                 return None
-            self._reading_ahead = not self._queue
-            if self._reading_ahead:
-                return self._sequels.pop()
+            if not self._queue:
+                self._reading = self._sequels.pop()
+                return self._reading
             now = time.monotonic()
             job = min(self._queue, key=lambda waiting: waiting.urgency(now))
             self._queue.remove(job)
@@ -325,12 +332,13 @@ class EngineWorker:
                 known = 0 if control is None else control.covered(request.prompt, request.cache)
                 if len(request.prompt.token_ids) - known < _LEAST_SHADOW_TOKENS:
                     continue
-                for _ in engine.generate(request, self._has_other_work):
+                for _ in engine.generate(request, lambda: ahead.is_unwanted or self._has_other_work()):
                     pass
         except Cancelled:
             # What was read is kept; the rest stays to be read, behind conversations that have moved since.
             with self._changed:
-                self._sequels.insert(0, ahead)
+                if not ahead.is_unwanted:
+                    self._sequels.insert(0, ahead)
         except FermionError as error:
             log.error("Reading ahead failed: %s", error)
             if isinstance(error, KernelError):
@@ -343,7 +351,16 @@ class EngineWorker:
     def _has_other_work(self) -> bool:
         return bool(self._queue) or self._draining
 
-    def _expect(self, ahead: _Ahead) -> None:
+    def _keep(self, engine: GeneratingEngine, sequel: Sequel, reply: Reply, *, only: bool) -> None:
+        """Get ready for what may follow an answer, the only one to its request or not. Nothing of it is worth losing
+        the answer."""
+        try:
+            sequel.remember(reply)
+        except Exception:
+            log.exception("An answer could not be remembered")
+        if not (self._shadow and only and engine.cache is not None and sequel.may_be_read):
+            return
+        ahead = _Ahead(sequel, reply)
         with self._changed:
             self._sequels = [other for other in self._sequels if not ahead.sequel.continues(other.sequel)]
             self._sequels = [*self._sequels[1 - _MAX_SEQUELS :], ahead]
@@ -409,10 +426,7 @@ class EngineWorker:
             job.post(Deltas(index, deltas, logprobs))
         if job.work.sequel is not None and tokens:
             reply = Reply(generated, [*told, *deltas], stream.stop_string)
-            job.work.sequel.remember(reply)
-            wants_shadow = self._shadow and engine.cache is not None and job.work.sequel.may_be_read
-            if wants_shadow and len(job.work.choices) == 1:
-                self._expect(_Ahead(job.work.sequel, reply))
+            self._keep(engine, job.work.sequel, reply, only=len(job.work.choices) == 1)
         called = stream.has_tool_calls and reason is FinishReason.STOP
         job.post(
             ChoiceFinished(
@@ -428,10 +442,11 @@ class EngineWorker:
 
 
 class _Ahead:
-    """An answer that was given, and what may follow it."""
+    """An answer that was given, and what may follow it. is_unwanted: nothing must be left of it any more."""
 
     def __init__(self, sequel: Sequel, reply: Reply) -> None:
         self.sequel = sequel
+        self.is_unwanted = False
         self._reply = reply
         self._requests: Sequence[GenerationRequest] | None = None
 

@@ -5,7 +5,9 @@ model's state; a request's excess is what it recomputes beyond that. A prompt th
 message for the first time (`first edit`) and a prefill that was cut off are reported apart. `+shadow` is the same with
 time between two requests in which the server reads ahead; there it can do better than the ideal.
 
-    python tests/bench/cache_live.py [--model DIR] [--only WORD]
+    python tests/bench/cache_live.py [--model DIR] [--only WORD] [--record FILE]
+
+--record writes the token ids of every request, for `cache_peer.py` to ask of another engine.
 """
 
 from __future__ import annotations
@@ -123,6 +125,7 @@ class Session:
         self.server = server
         self.row = Row(name)
         self.fields: dict[str, Any] = {"cache_salt": name}
+        self.log: list[dict[str, Any]] = []
         self._seen: list[np.ndarray] = []
         self._count = 0
 
@@ -146,10 +149,16 @@ class Session:
         self.count(len(ids), ideal, answer["fermion"]["cache"]["recomputed"], seconds, is_first_edit)
         message: Message = answer["choices"][0]["message"]
         message = {key: value for key, value in message.items() if value is not None}
-        self._seen.append(ids)
-        self._seen.append(self.server.ids({**body, "messages": [*messages, message]}, add_generation_prompt=False))
+        after = self.server.ids({**body, "messages": [*messages, message]}, add_generation_prompt=False)
+        self._seen += [ids, after]
+        self.log.append({"prompt": ids.tolist(), "after": after.tolist()})
         self.server.rest()
         return message
+
+    def restart(self) -> None:
+        """Another process serves from here on."""
+        self.server.restart()
+        self.log.append({"restart": True})
 
     def count(self, tokens: int, ideal: int, recomputed: int, seconds: float, is_first_edit: bool) -> None:
         self._count += 1
@@ -213,7 +222,7 @@ def regenerate(session: Session, write: Writer) -> None:
 def chat(session: Session, write: Writer, restart_after: int | None = None) -> None:
     for turn, _ in enumerate(turns(session, write, 8)):
         if turn + 1 == restart_after:
-            session.server.restart()
+            session.restart()
 
 
 def turns(session: Session, write: Writer, count: int) -> Iterator[None]:
@@ -291,7 +300,7 @@ WORKLOADS: dict[str, Callable[[Session, Writer], None]] = {
 }
 
 
-def play(name: str, seed: int, directory: Path, model: str | None, *, shadow: bool) -> Row:
+def play(name: str, seed: int, directory: Path, model: str | None, *, shadow: bool) -> Session:
     """One workload, on a server of its own."""
     server = Server(directory, model, shadow=shadow)
     try:
@@ -299,13 +308,14 @@ def play(name: str, seed: int, directory: Path, model: str | None, *, shadow: bo
         WORKLOADS[name](session, Writer(seed))
     finally:
         server.close()
-    return session.row
+    return session
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint directory (default: the demo model)")
     parser.add_argument("--only", default="", help="workloads whose name holds this")
+    parser.add_argument("--record", type=Path, help="file for the requests' token ids")
     arguments = parser.parse_args()
     os.environ.pop("FERMION_CONFIG", None)
     names = [name for name in WORKLOADS if arguments.only in name]
@@ -313,14 +323,17 @@ def main() -> None:
         parser.error(f"--only {arguments.only!r}: there are {', '.join(WORKLOADS)}")
     rows: dict[str, Row] = {}
     ahead: dict[str, Row] = {}
+    logs: dict[str, list[dict[str, Any]]] = {}
     heads = ("prompt", "ideal", "ours", "excess", "first edit", "+shadow", "first s", "later s")
     print(f"{'workload':28}" + "".join(f"{head:>11}" for head in heads))
     with tempfile.TemporaryDirectory() as directory:
         for seed, name in enumerate(WORKLOADS):
             if name not in names:
                 continue
-            row = rows[name] = play(name, seed, Path(directory) / f"{seed}", arguments.model, shadow=False)
-            with_shadow = ahead[name] = play(name, seed, Path(directory) / f"{seed}s", arguments.model, shadow=True)
+            session = play(name, seed, Path(directory) / f"{seed}", arguments.model, shadow=False)
+            logs[name] = session.log
+            row = rows[name] = session.row
+            with_shadow = ahead[name] = play(name, seed, Path(directory) / f"{seed}s", arguments.model, shadow=True).row
             later = sorted(row.later_s)[len(row.later_s) // 2]
             print(
                 f"{name:28}{row.prompt:11}{row.ideal:11}{row.recomputed:11}{row.worst or row.cancel:11}"
@@ -339,6 +352,8 @@ def main() -> None:
         "recomputed_shadow": {name: row.recomputed for name, row in ahead.items()},
         "ideal": {name: row.ideal for name, row in rows.items()},
     }
+    if arguments.record is not None:
+        arguments.record.write_text(json.dumps(logs))
     print(json.dumps(result))
 
 
