@@ -14,6 +14,7 @@ import binascii
 import io
 import json
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,7 +80,7 @@ class CorpusReader:
             raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
 
     def lessons(self, *, held_out: bool, seed: int) -> Iterator[Sample]:
-        """Endless lessons of the demo model, from the training or from the held-out side."""
+        """Endless lessons of the demo model, from the training or from the held-out side; longer ones are left out."""
         from engine.demo.recipe import data
         from engine.demo.recipe.lessons import World
 
@@ -95,7 +96,8 @@ class CorpusReader:
             prompt = self._render(
                 lesson.messages, lesson.tools, add_generation_prompt=True, enable_thinking=lesson.thinking
             )
-            sample = self._sample(prompt, data.render(lesson, text)[1], lesson.skill, pictures)
+            # Whole or not at all: a prompt without its first half has no one right answer.
+            sample = self._sample(prompt, data.render(lesson, text)[1], lesson.skill, pictures, sys.maxsize)
             if len(sample.token_ids) <= self._longest:
                 yield sample
 
@@ -133,7 +135,7 @@ class CorpusReader:
         if not whole.startswith(before):
             raise ModelFileError(f"{where}: the template changes earlier turns when an answer is added")
         try:
-            return self._sample(before, whole[len(before) :], "chat", pictures)
+            return self._sample(before, whole[len(before) :], "chat", pictures, self._longest)
         except ModelFileError as error:
             raise ModelFileError(f"{where}: {error}") from error
 
@@ -163,17 +165,17 @@ class CorpusReader:
         assert self._template is not None
         return self._template.render(messages=messages, tools=tools or None, **values)
 
-    def _sample(self, prompt_text: str, answer: str, skill: str, pictures: Sequence[Picture]) -> Sample:
-        """Encoded apart, as a server does. A sequence that is too long loses its beginning, not its labels nor its
-        pictures: ModelFileError if that is not possible."""
+    def _sample(self, prompt_text: str, answer: str, skill: str, pictures: Sequence[Picture], longest: int) -> Sample:
+        """Encoded apart, as a server does. A sequence of more than `longest` tokens loses its beginning, not its labels
+        nor its pictures: ModelFileError if that is not possible."""
         prompt = np.asarray(self._tokenizer.encode(prompt_text, allow_special=True), np.int32)
-        completion = self._tokenizer.encode(answer, allow_special=True)[: self._longest - 1]
+        completion = self._tokenizer.encode(answer, allow_special=True)[: longest - 1]
         spans: tuple[ImageSpan, ...] = ()
         if pictures:
             prompt, spans = self._make_room(prompt, pictures)
-        cut = max(0, len(prompt) + len(completion) - self._longest)
+        cut = max(0, len(prompt) + len(completion) - longest)
         if spans and cut > spans[0].start:
-            raise ModelFileError(f"{len(prompt) + len(completion)} tokens with pictures, at most {self._longest} fit")
+            raise ModelFileError(f"{len(prompt) + len(completion)} tokens with pictures, at most {longest} fit")
         spans = tuple(ImageSpan(span.start - cut, span.count, span.pixels, span.digest) for span in spans)
         kept = prompt[cut:]
         return Sample(np.concatenate([kept, np.asarray(completion, np.int32)]), len(kept), skill, spans)

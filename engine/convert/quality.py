@@ -258,7 +258,7 @@ def quality(
     calibration_text: Annotated[Path, typer.Option(help="Running text to calibrate on beside lessons (JSONL).")],
     calibration_samples: Annotated[int, typer.Option(min=1, help="Lessons to calibrate on.")] = 240,
     samples: Annotated[int, typer.Option(min=1, help="Held-out lessons.")] = 150,
-    longest: Annotated[int, typer.Option(min=64, max=LONGEST, help="Leave out lessons of more tokens.")] = 256,
+    longest: Annotated[int, typer.Option(min=64, max=LONGEST, help="Leave out lessons of more tokens.")] = 768,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Calibrate, convert, prune and measure; print tables and one JSON line."""

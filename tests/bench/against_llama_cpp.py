@@ -35,7 +35,7 @@ from engine.convert.plan import Format
 
 ROOT = Path(__file__).parents[2]
 FILE_TYPES = {"Q4_0": 2, "Q4_K_M": 15, "Q8_0": 7}  # enum llama_ftype
-LONGEST = 256
+LONGEST = 768
 COPIED = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
 COMPARED = 12  # samples whose logits are compared
 

@@ -24,6 +24,7 @@ from engine.convert.forward import Forward
 from engine.errors import ModelFileError
 from engine.image import PreprocessorConfig, load_picture
 from engine.model import Model
+from engine.tokenizer import Tokenizer
 from engine.vision import VisionTower, rotary_positions
 from engine.weights import load_weights
 from server.config import DEMO_CHECKPOINT
@@ -184,6 +185,14 @@ def test_calibration_takes_pictures(model: Forward, tmp_path: Path) -> None:
     top = model.config.num_experts_per_tok
     for prefix, counts in tokens.items():
         assert counts.sum() == (total - len(chosen) * prefix.startswith("mtp.")) * top
+
+
+def test_lessons_are_whole(model: Forward) -> None:
+    """Tool definitions stand at the beginning: a lesson that lost them could not be answered."""
+    chosen = take(CorpusReader(DEMO_CHECKPOINT, 256), None, 80, held_out=True, seed=2)
+    (start,) = Tokenizer.load(DEMO_CHECKPOINT).encode("<|im_start|>", allow_special=True)
+    assert max(len(sample.token_ids) for sample in chosen) <= 256
+    assert {int(sample.token_ids[0]) for sample in chosen} == {start}
 
 
 def test_lessons_have_pictures_only_where_they_can_be_seen() -> None:
