@@ -10,22 +10,47 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #define P (VECS * VW)
 #define LINE 16 /* floats */
+#define FETCH 4
+
+/* Memory that is wanted soon and lies far away. */
+typedef struct {
+    const float *at;
+    int lines;
+} ahead;
+
+/* acc[m] += a[m * a_row] b. */
+INLINE void column(const int rows, const float *a, const size_t a_row, const float *b, vf acc[MR][VECS]) {
+    vf right[VECS];
+    UNROLL for (int n = 0; n < VECS; n++) right[n] = vload(b + n * VW);
+    UNROLL for (int m = 0; m < rows; m++) {
+        const vf left = vset1(a[m * a_row]);
+        UNROLL for (int n = 0; n < VECS; n++) acc[m][n] = vfma(left, right[n], acc[m][n]);
+    }
+}
 
 /* c[m] (+)= sum_k a[m * a_row + k * a_col] b[k] for `rows` rows of one panel. b and c have rows of P. Each element is
- * one chain of multiply-adds in ascending k, whatever tile it falls into. */
+ * one chain of multiply-adds in ascending k, whatever tile it falls into. A line of `next` is fetched every FETCH
+ * columns: many at once would take all line buffers, and this tile's own loads would wait for memory. */
 INLINE void tile(const int rows, int depth, const float *a, const size_t a_row, const size_t a_col, const float *b,
-                 float *c, const int add) {
+                 float *c, const int add, ahead *next) {
     vf acc[MR][VECS];
     UNROLL for (int m = 0; m < rows; m++) {
         UNROLL for (int n = 0; n < VECS; n++) acc[m][n] = add ? vload(c + m * P + n * VW) : vset1(0.0f);
     }
-    for (int k = 0; k < depth; k++) {
-        vf right[VECS];
-        UNROLL for (int n = 0; n < VECS; n++) right[n] = vload(b + n * VW);
-        UNROLL for (int m = 0; m < rows; m++) {
-            const vf left = vset1(a[m * a_row]);
-            UNROLL for (int n = 0; n < VECS; n++) acc[m][n] = vfma(left, right[n], acc[m][n]);
-        }
+    const int lines = depth / FETCH < next->lines ? depth / FETCH : next->lines;
+    const float *line = next->at;
+    next->at += (size_t)lines * LINE;
+    next->lines -= lines;
+    int k = 0;
+    for (; k < lines * FETCH; k++) {
+        __builtin_prefetch(line, 0, 2);
+        column(rows, a, a_row, b, acc);
+        a += a_col;
+        b += P;
+        line += LINE / FETCH; /* asking again costs less than counting */
+    }
+    for (; k < depth; k++) {
+        column(rows, a, a_row, b, acc);
         a += a_col;
         b += P;
     }
@@ -36,10 +61,10 @@ INLINE void tile(const int rows, int depth, const float *a, const size_t a_row, 
 
 /* All rows of a matrix, tile by tile. */
 INLINE void tiles(int rows, int depth, const float *a, const size_t a_row, const size_t a_col, const float *b, float *c,
-                  const int add) {
+                  const int add, ahead *next) {
     int m = 0;
-    for (; m + MR <= rows; m += MR) tile(MR, depth, a + m * a_row, a_row, a_col, b, c + (size_t)m * P, add);
-    for (; m < rows; m++) tile(1, depth, a + m * a_row, a_row, a_col, b, c + (size_t)m * P, add);
+    for (; m + MR <= rows; m += MR) tile(MR, depth, a + m * a_row, a_row, a_col, b, c + (size_t)m * P, add, next);
+    for (; m < rows; m++) tile(1, depth, a + m * a_row, a_row, a_col, b, c + (size_t)m * P, add, next);
 }
 
 /* ---- element-wise --------------------------------------------------------------------------------------------- */
@@ -142,21 +167,13 @@ static void product(const fm_vision_product *p) {
         for (int i = 0; i < p->panels; i++) {
             const float *x = p->x + i * p->x_stride + (size_t)col * P;
             float *sum = sums + (size_t)i * rows * P;
-            /* The next panel comes from far away while this one is multiplied, a share with every tile. */
-            const float *next = i + 1 < p->panels ? x + p->x_stride : p->x + (size_t)(col + depth) * P;
-            const int lines = i + 1 < p->panels || col + depth < w->cols ? depth * P / LINE : 0;
-            const int share = (lines + rows / MR) / (rows / MR + 1);
-            int m = 0, line = 0;
-            for (; m + MR <= rows; m += MR) {
-                for (const int end = line + share < lines ? line + share : lines; line < end; line++)
-                    __builtin_prefetch(next + (size_t)line * LINE, 0, 2);
-                if (col == 0)
-                    tile(MR, depth, wide + m * FM_VISION_STRIDE, FM_VISION_STRIDE, 1, x, sum + (size_t)m * P, 0);
-                else
-                    tile(MR, depth, wide + m * FM_VISION_STRIDE, FM_VISION_STRIDE, 1, x, sum + (size_t)m * P, 1);
-            }
-            for (; m < rows; m++)
-                tile(1, depth, wide + m * FM_VISION_STRIDE, FM_VISION_STRIDE, 1, x, sum + (size_t)m * P, col > 0);
+            /* The next panel comes from far away while this one is multiplied. */
+            ahead next = {i + 1 < p->panels ? x + p->x_stride : p->x + (size_t)(col + depth) * P, 0};
+            if (i + 1 < p->panels || col + depth < w->cols) next.lines = depth * P / LINE;
+            if (col == 0)
+                tiles(rows, depth, wide, FM_VISION_STRIDE, 1, x, sum, 0, &next);
+            else
+                tiles(rows, depth, wide, FM_VISION_STRIDE, 1, x, sum, 1, &next);
         }
     }
     const float *bias = p->linear->bias + p->row0;
@@ -212,19 +229,20 @@ static void attend(const fm_vision_attend *a) {
     const size_t query_floats = (size_t)(width + 2) * P;
     float *score = a->scratch, *running = score + P * P;
     for (int q = 0; q < a->query_panels; q++) {
-        float *acc = running + q * query_floats, *maximum = acc + (size_t)width * P, *sum = maximum + P;
+        float *acc = running + q * query_floats, *maximum = acc + (size_t)width * P;
         memset(acc, 0, query_floats * sizeof(float));
         for (int i = 0; i < P; i++) maximum[i] = -INFINITY;
-        (void)sum;
     }
     for (int first = 0, panel = 0; first < a->keys; first += P, panel++) {
         const int keys = a->keys - first < P ? a->keys - first : P;
         const float *key = a->key + panel * a->stride, *value = a->value + panel * a->stride;
+        const int lines = first + P < a->keys ? width * P / LINE : 0;
+        ahead next_key = {key + a->stride, lines}, next_value = {value + a->stride, lines};
         for (int q = 0; q < a->query_panels; q++) {
             float *acc = running + q * query_floats, *maximum = acc + (size_t)width * P;
-            tiles(keys, width, key, 1, P, a->query + q * a->stride, score, 0);
+            tiles(keys, width, key, 1, P, a->query + q * a->stride, score, 0, &next_key);
             soften(score, keys, maximum, maximum + P, acc, width);
-            tiles(width, keys, value, P, 1, score, acc, 1);
+            tiles(width, keys, value, P, 1, score, acc, 1, &next_value);
         }
     }
     for (int q = 0; q < a->query_panels; q++) {
