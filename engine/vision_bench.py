@@ -1,7 +1,8 @@
 """Speed of the vision tower on this machine, beside what its processors could do in the same minute.
 
-The yardstick is the rate of float multiply-adds from registers on all threads, taken before each round: clocks and
-neighbours on a shared host move within minutes. Pictures and weights are random, since speed does not depend on them.
+The yardstick is the rate of float multiply-adds from registers on all threads, taken before and after each round:
+clocks and neighbours on a shared host move within minutes. A round is held against the mean of its two. Pictures and
+weights are random, since speed does not depend on them.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ PUBLISHED = VisionConfig(
 
 @dataclass(frozen=True, slots=True)
 class VisionSpeed:
-    """One measurement. seconds: median of the rounds, for one picture. gflop: what the picture takes, a multiply-add
-    counted twice. peak_share: of what the processors did from registers (peak_gflop_per_s)."""
+    """One measurement. seconds: for one picture, median of the rounds; the fastest and the slowest. gflop: what the
+    picture takes, a multiply-add counted twice. peak_gflop_per_s: what the processors did from registers, median.
+    peak_share: a round's share of that just before and after it, median; the smallest. processor_share: processor time
+    of the process over threads times seconds, median: below 1 if others used the processors too, or threads waited."""
 
     kind: str
     model: str
@@ -55,10 +58,14 @@ class VisionSpeed:
     tier: str
     threads: int
     seconds: float
+    seconds_least: float
+    seconds_most: float
     gflop: float
     gflop_per_s: float
     peak_gflop_per_s: float
     peak_share: float
+    peak_share_least: float
+    processor_share: float
     work_bytes: int
 
     def as_json(self) -> dict[str, Any]:
@@ -70,9 +77,11 @@ class VisionSpeed:
     def as_text(self) -> str:
         """One line for people."""
         return (
-            f"vision  {self.width} x {self.height} pixels, {self.tokens} tokens: {self.seconds:.2f} s, "
-            f"{self.gflop_per_s:.0f} GFLOP/s ({self.peak_share:.0%} of {self.peak_gflop_per_s:.0f} from registers); "
-            f"{self.tier}, {self.threads} threads"
+            f"vision  {self.width} x {self.height} pixels, {self.tokens} tokens: {self.seconds:.2f} s "
+            f"({self.seconds_least:.2f} to {self.seconds_most:.2f}, {self.rounds} rounds), {self.gflop_per_s:.0f} "
+            f"GFLOP/s ({self.peak_share:.0%} of {self.peak_gflop_per_s:.0f} from registers, at least "
+            f"{self.peak_share_least:.0%}); {self.tier}, {self.threads} threads, running {self.processor_share:.0%} of "
+            f"the time"
         )
 
 
@@ -102,21 +111,29 @@ def measure_vision(
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     seconds: list[float] = []
     peaks: list[float] = []
+    shares: list[float] = []
+    running: list[float] = []
+    gflop = 1e-9 * picture_flops(weights.config, height, width)
     with _pool(threads, cpus) as pool:
         tower = VisionTower(weights, tier, pool)
         try:
+            peaks.append(2e-9 * lib.fm_vision_peak(tier.encode(), pool))
             for number in range(rounds):
-                peaks.append(2e-9 * lib.fm_vision_peak(tier.encode(), pool))
-                started = time.perf_counter()
+                started, used = time.perf_counter(), time.process_time()
                 rows = tower.encode(pixels)
                 seconds.append(time.perf_counter() - started)
-                report(f"round {number + 1} of {rounds}: {seconds[-1]:.2f} s, peak {peaks[-1]:.0f} GFLOP/s")
+                running.append((time.process_time() - used) / (threads * seconds[-1]))
+                peaks.append(2e-9 * lib.fm_vision_peak(tier.encode(), pool))
+                shares.append(gflop / seconds[-1] / statistics.mean(peaks[-2:]))
+                report(
+                    f"round {number + 1} of {rounds}: {seconds[-1]:.2f} s, {shares[-1]:.0%} of {peaks[-2]:.0f} GFLOP/s "
+                    f"before and {peaks[-1]:.0f} after it; threads ran {running[-1]:.0%} of the time"
+                )
             work_bytes = tower.work_bytes(height, width) + rows.nbytes
         finally:
             tower.close()
     patches = height * width // weights.config.patch_size**2
-    gflop = 1e-9 * picture_flops(weights.config, height, width)
-    median, peak = statistics.median(seconds), statistics.median(peaks)
+    median = statistics.median(seconds)
     return VisionSpeed(
         kind="vision",
         model="published shape, random weights" if directory is None else str(directory),
@@ -128,10 +145,14 @@ def measure_vision(
         tier=tier,
         threads=threads,
         seconds=median,
+        seconds_least=min(seconds),
+        seconds_most=max(seconds),
         gflop=gflop,
         gflop_per_s=gflop / median,
-        peak_gflop_per_s=peak,
-        peak_share=gflop / median / peak,
+        peak_gflop_per_s=statistics.median(peaks),
+        peak_share=statistics.median(shares),
+        peak_share_least=min(shares),
+        processor_share=statistics.median(running),
         work_bytes=work_bytes,
     )
 

@@ -553,7 +553,7 @@ def vision(
     ] = None,
     width: Annotated[int, typer.Option(min=1, help="Width of the picture in pixels.")] = 1024,
     height: Annotated[int, typer.Option(min=1, help="Height of the picture in pixels.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 3,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds; the median counts.")] = 5,
     simd_tier: SimdTier = None,
     threads: Threads = None,
     as_json: AsJson = False,
