@@ -33,7 +33,7 @@ from engine.errors import Cancelled, KernelError, OutOfMemory, RequestError
 from engine.vision import PictureRows, Sight, VisionTower, rotary_positions
 
 TOLERANCE = 1e-4  # of the scale
-PROMPTS = range(4)
+PROMPTS = range(5)
 PAD = 508  # placeholder of the tiny models
 CONFIG = EngineConfig(threads=1, compute="f32", pass_tokens=64, context_length=2048)
 
@@ -130,6 +130,12 @@ class TestAgainstOfficial:
                 ids.append(int(np.argmax(following)))
                 following = model.decode(state, ids[-1])
             assert ids == expected_ids
+
+
+def test_known_prompts_begin_and_end_with_pictures(known: dict[str, npt.NDArray[np.generic]]) -> None:
+    prompts = [known[f"prompt_{number}"].tolist() for number in PROMPTS]
+    assert PAD in {ids[0] for ids in prompts}
+    assert PAD in {ids[-1] for ids in prompts}
 
 
 def finish(sight: Sight, end: int) -> list[tuple[int, Float32Array]]:

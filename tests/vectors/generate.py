@@ -54,12 +54,14 @@ VISION = {
 SIGHT = {**VISION, "depth": 2, "hidden_size": 56, "intermediate_size": 100, "num_position_embeddings": 36}
 # One token, less than a panel of patches, asymmetric both ways, more than one chunk of patches.
 PICTURES = [(32, 32, 0), (96, 160, 1), (256, 64, 2), (640, 672, 3)]
-# Pictures and lengths of text in turn: a picture first, one last, two in one prompt, one longer than a pass of 64.
+# Pictures and lengths of text in turn: a picture first, one last, two in one prompt, one longer than a pass of 64, one
+# last that begins in one pass and ends in another.
 PROMPTS = [
     [(96, 160, 1), 20],
     [7, (160, 64, 4)],
     [5, (64, 96, 5), 9, (128, 32, 6), 30],
     [3, (320, 288, 7), 70, (32, 32, 0), 2],
+    [(64, 64, 8), 40, (192, 256, 8)],
 ]
 TEXT = {
     "a": {
