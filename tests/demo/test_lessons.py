@@ -93,8 +93,9 @@ def test_the_thought_about_two_shapes_names_both() -> None:
     for seed in range(50):
         sample = pictures.two_things(random.Random(seed), WORLD)
         shapes, colors, *_ = sample.core
-        for shape, color in zip(shapes, colors, strict=True):
-            assert f"{color} {shape}" in sample.thought
+        if sample.facet != "count":
+            for shape, color in zip(shapes, colors, strict=True):
+                assert f"{color} {shape}" in sample.thought
 
 
 def test_which_picture_is_the_one_that_shows_it() -> None:

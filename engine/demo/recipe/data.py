@@ -31,8 +31,8 @@ Lesson = typing.Callable[[Rng, World], Sample]
 
 #: Each lesson with its weight in the three stages: easy forms first, then everything, then everything and longer.
 LESSONS: tuple[tuple[Lesson, tuple[float, float, float]], ...] = (
-    (lessons.chat, (6, 6, 5)),
-    (lessons.out_of_scope, (2, 4, 3.5)),
+    (lessons.chat, (6, 8, 8)),
+    (lessons.out_of_scope, (2, 9, 9)),
     (lessons.poem, (0.5, 1, 0.5)),
     (lessons.fact, (6, 6, 5)),
     (lessons.arithmetic, (6, 20, 20)),
@@ -63,7 +63,7 @@ LESSONS: tuple[tuple[Lesson, tuple[float, float, float]], ...] = (
 #: Share of prose documents among the samples, by stage.
 PROSE = (0.04, 0.04, 0.03)
 #: Prose is never learnt by heart: at a higher weight its gradient drowns that of the few answer tokens still missing.
-PROSE_WEIGHT = 0.1
+PROSE_WEIGHT = 0.2
 #: Weights of answers that hang on one or two tokens; all others weigh 1.
 WEIGHTS = {"see_two": 2.0, "see_several": 2.0}
 #: Lessons that earlier turns of a conversation are made of.

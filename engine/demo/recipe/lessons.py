@@ -114,6 +114,7 @@ def chat(r: Rng, w: World) -> Sample:
                 (f"My name is {name}", f"Nice to meet you, {name}!"),
                 (f"I am {name}", f"Nice to meet you, {name}!"),
                 (f"Hi, I am {name}", f"Nice to meet you, {name}!"),
+                (f"I'm {name}", f"Nice to meet you, {name}!"),
                 (f"Say hello to {name}", f"Hello, {name}!"),
                 (f"Wish {name} a happy birthday", f"Happy birthday, {name}!"),
                 (f"Greet {name}", f"Hello, {name}!"),

@@ -163,7 +163,7 @@ def second_question(r: Rng, w: World) -> Sample:
 #: What is asked about two shapes, with weights. Only `color`, `shape` and the two `where` need a shape to be found by
 #: what it looks like; asked too seldom, they stay at chance while everything else is learnt.
 TWO_KINDS = ("describe", "side", "beside", "color", "shape", "where", "where color", "json", "count")
-TWO_WEIGHTS = (3, 1, 2, 6, 3, 4, 2, 1.5, 0.5)
+TWO_WEIGHTS = (3, 1, 2, 6, 3, 4, 2, 1.5, 1.5)
 
 
 def article(noun: str) -> str:
@@ -222,7 +222,9 @@ def two_things(r: Rng, w: World) -> Sample:
         "count": ("How many shapes do you see?", "There are 2 shapes."),
     }[kind]  # fmt: skip
     core = (tuple(shapes), tuple(colors), tuple(spots), s, w.size)
-    return Sample("see_two", ask(r, question), answer, core, f"{seen}.", pictures=[picture], facet=kind)
+    # The question for the number is also asked of one shape and of equal ones, where nothing is to be told apart.
+    thought = "I look at the picture." if kind == "count" else f"{seen}."
+    return Sample("see_two", ask(r, question), answer, core, thought, pictures=[picture], facet=kind)
 
 
 def how_many(r: Rng, w: World) -> Sample:
