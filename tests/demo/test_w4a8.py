@@ -16,7 +16,7 @@ from engine.convert.corpus import CorpusReader, Sample, take
 from engine.convert.evaluate import Score, compare
 from engine.convert.forward import LONGEST, Forward
 
-LESSONS, TEXTS = 48, 48
+LESSONS, TEXTS = 64, 48
 
 
 @pytest.fixture(scope="module")

@@ -330,8 +330,8 @@ def test_a_request_stops_the_reading_at_once_and_it_goes_on_afterwards(shelved: 
     engine.layers, engine.layer_s = 200, 0.01
     post(shelved, chat_body("Another conversation", max_tokens=30))
     wait_until(lambda: engine.requests[-1].cache.shadow)
-    engine.layers, engine.layer_s = 2, 0.0
     post(shelved, chat_body("A third one"))
+    engine.layers, engine.layer_s = 2, 0.0  # not before: it would end the reading that is to be stopped
     wait_until(lambda: shelved.worker.ahead == 0)
     # The request came between the beginning of the reading and its end.
     assert [(asked.cache.shadow, outcome) for asked, outcome in zip(engine.requests, engine.outcomes, strict=True)][
