@@ -28,7 +28,8 @@ class SkillScore:
 @dataclass(slots=True)
 class Score:
     """Sums over labels. losses in nats; kl: divergence from the reference's distribution to the candidate's. drafts:
-    share of drafts that would be accepted, None if that was not asked for or there is no layer that makes them."""
+    share of drafts that would be accepted, None if that was not asked for or there is no layer that makes them. known:
+    samples that the reference gets exactly right, where a loss is one of something that was there."""
 
     tokens: int = 0
     loss_sum: float = 0.0
@@ -36,6 +37,8 @@ class Score:
     kl_sum: float = 0.0
     agreed: int = 0
     skills: dict[str, SkillScore] = field(default_factory=dict)
+    known_tokens: int = 0
+    known_loss_sum: float = 0.0
     drafts: float | None = None
     reference_drafts: float | None = None
 
@@ -48,6 +51,11 @@ class Score:
     def reference_loss(self) -> float:
         """Mean loss of a label under the reference."""
         return self.reference_loss_sum / max(self.tokens, 1)
+
+    @property
+    def known_loss(self) -> float:
+        """Mean loss of a label in samples that the reference gets exactly right."""
+        return self.known_loss_sum / max(self.known_tokens, 1)
 
     @property
     def kl(self) -> float:
@@ -67,6 +75,7 @@ class Score:
             "reference_perplexity": math.exp(self.reference_loss),
             "loss": self.loss,
             "reference_loss": self.reference_loss,
+            "known_loss": self.known_loss,
             "kl": self.kl,
             "top1_agreement": self.agreement,
             "draft_acceptance": self.drafts,
@@ -91,6 +100,7 @@ def compare(
     score = Score()
     for sample, expected, got in zip(samples, reference, candidate, strict=True):
         exact = reference_exact = True
+        before = score.loss_sum
         for label, expected_logits, logits in zip(sample.labels, expected, got, strict=True):
             target, actual = log_softmax(expected_logits), log_softmax(logits)
             score.tokens += 1
@@ -103,6 +113,9 @@ def compare(
             reference_exact &= reference_best == label
         skill = score.skills.setdefault(sample.skill, SkillScore())
         skill.samples += 1
+        if reference_exact:
+            score.known_tokens += len(sample.labels)
+            score.known_loss_sum += score.loss_sum - before
         skill.exact += exact
         skill.reference_exact += reference_exact
     return score

@@ -38,8 +38,8 @@ from engine.core import Float32Array
 from engine.formats import GROUP, Q4_ZERO, quantize_absmax
 
 RANDOM_DRAWS = 8
-HEADER = """| variant | MB | text KL | text perplexity | answer KL | answer loss | top-1 | exact |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+HEADER = """| variant | MB | text KL | text perplexity | answer KL | answer loss | of known | top-1 | exact |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def line(row: Row) -> str:
     text = f"{row.text.kl:9.6f} | {math.exp(row.text.loss):8.4f}" if row.text else f"{'':9} | {'':8}"
     return (
         f"| {row.name:20} | {row.stored / 1e6:6.2f} | {text} | {lessons.kl:9.6f} | {lessons.loss:8.5f} "
-        f"| {lessons.agreement:7.2%} | {row.exact:6.1%} |"
+        f"| {lessons.known_loss:8.5f} | {lessons.agreement:7.2%} | {row.exact:6.1%} |"
     )
 
 
@@ -221,6 +221,9 @@ def pruned(bench: Bench, calibration: Calibration, size: Row) -> dict[str, float
         "frequency50_loss": by_frequency.lessons.loss,
         "random50_loss_median": statistics.median(row.lessons.loss for row in draws),
         "random50_worse_than_reap50": sum(row.lessons.loss > reap.lessons.loss for row in draws),
+        "reap50_known_loss": reap.lessons.known_loss,
+        "frequency50_known_loss": by_frequency.lessons.known_loss,
+        "random50_known_loss_median": statistics.median(row.lessons.known_loss for row in draws),
         "size_drafts": size.drafts,
         "reap25_drafts": quarter.drafts,
         "reap50_drafts": reap.drafts,

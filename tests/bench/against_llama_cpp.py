@@ -17,6 +17,7 @@ import json
 import math
 import shutil
 import tempfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gguf import GGMLQuantizationType
 
 from engine.convert import convert, writer
 from engine.convert.convert import Options
-from engine.convert.corpus import CorpusReader, Sample, take
+from engine.convert.corpus import CorpusReader, Sample
 from engine.convert.evaluate import Score, compare, log_softmax
 from engine.convert.forward import Forward
 from engine.convert.plan import Format
@@ -128,7 +129,9 @@ def main() -> None:
     parser.add_argument("--types", default="Q4_0,Q4_K_M")
     options = parser.parse_args()
     reader = CorpusReader(options.source, LONGEST)
-    lessons = take(reader, None, options.samples, held_out=True, seed=2)
+    # Its file of the text model does not see.
+    drawn = reader.lessons(held_out=True, seed=2)
+    lessons = list(islice((sample for sample in drawn if not sample.images), options.samples))
     text = list(reader.file(options.text))
     original = Forward(options.source, 1)
     references = [[[row.copy() for row in original.logits(s)] for s in samples] for samples in (lessons, text)]

@@ -26,6 +26,15 @@ def test_numbers_are_those_of_the_definitions() -> None:
     assert score.reference_loss == pytest.approx(-(math.log(p[0][2]) + math.log(p[1][0])) / 2, rel=1e-6)
     assert score.agreement == 0.5
     assert (score.skills["a"].exact, score.skills["a"].reference_exact) == (0, 1)
+    assert score.known_loss == score.loss
+
+
+def test_what_the_reference_gets_wrong_is_not_known() -> None:
+    reference = [[np.array([0, 3], np.float32)], [np.array([0, 3], np.float32)]]
+    candidate = [[np.array([1, 2], np.float32)], [np.array([2, 2], np.float32)]]
+    score = compare([sample([1]), sample([0])], reference, candidate)
+    assert score.known_loss == pytest.approx(math.log(1 + math.exp(-1)), rel=1e-6)
+    assert score.loss == pytest.approx((math.log(1 + math.exp(-1)) + math.log(2)) / 2, rel=1e-6)
 
 
 def test_equal_models_have_no_divergence() -> None:
