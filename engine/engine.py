@@ -191,19 +191,21 @@ class Engine:
             # Pictures' embeddings are not kept with a pass, nor is what a card has of it.
             can_pause = sight is None and not stretch.on_card
             paused = run.paused_pass(stretch.end) if can_pause else None
-            layers = 0 if paused is None else paused.layers
+            layers, begun = 0 if paused is None else paused.layers, False
             with closing(self._take(run, request.prompt, sight, stretch, paused)) as steps:
                 while True:
                     if cancelled():
                         if can_pause and layers == self.model.num_hidden_layers:
                             run.reached()
+                        elif paused is not None and not begun:
+                            run.pause(paused, stretch.end)  # the engine still holds another pass
                         elif can_pause and layers:
                             run.pause(PausedPass(layers, self._model.cpu.hidden), stretch.end)
                         run.cancelled()
                         raise Cancelled("the request was withdrawn")
                     try:
                         processed = begin + next(steps)
-                        layers += 1
+                        layers, begun = layers + 1, True
                     except StopIteration as end:
                         row = end.value
                         break

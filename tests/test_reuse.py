@@ -194,6 +194,19 @@ def test_an_interrupted_pass_goes_on_where_it_was(load: Load, plain: Engine) -> 
     assert integrity(engine) == []
 
 
+def test_an_interrupted_pass_outlives_a_request_that_ends_before_it_goes_on(load: Load, plain: Engine) -> None:
+    engine = load()
+    wanted = request(turn(3, 1000))
+    cancel_after(engine, wanted, 2 * 5 + 2)
+    run(engine, request(turn(4, 40), write=False))  # leaves its own pass in the engine
+    cancel_after(engine, wanted, 0)
+    results, report = run(engine, wanted)
+    assert report is not None
+    assert (report.position, report.carried) == (256, 128 * 2 // 4)
+    assert results == run(plain, wanted)[0]
+    assert integrity(engine) == []
+
+
 def test_a_pass_that_is_whole_is_kept_as_such(load: Load, plain: Engine) -> None:
     engine = load()
     wanted = request(turn(3, 1000))
