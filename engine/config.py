@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.errors import ConfigError, ModelFileError
+from engine.errors import ConfigError
+from engine.json_file import read_json_object
 
 CONFIG_NAME = "config.json"
 MODEL_TYPE = "qwen3_5_moe"
@@ -139,7 +139,7 @@ class ModelConfig:
     def load(directory: Path) -> ModelConfig:
         """From `directory`/config.json. ModelFileError: the file is missing or not a JSON object; ConfigError: a
         value is missing, of the wrong type, or asks for something that the engine does not compute."""
-        return parse_config(directory / CONFIG_NAME, _read_json(directory / CONFIG_NAME))
+        return parse_config(directory / CONFIG_NAME, read_json_object(directory / CONFIG_NAME, _MAX_CONFIG_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,21 +202,6 @@ class EngineConfig:
             raise ConfigError(f"context_length is {self.context_length}, expected at least 1")
         if self.pass_tokens < 64 or self.pass_tokens % 64:
             raise ConfigError(f"pass_tokens is {self.pass_tokens}, expected a multiple of 64")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        if size > _MAX_CONFIG_BYTES:
-            raise ModelFileError(f"{path}: {size} bytes, at most {_MAX_CONFIG_BYTES} accepted")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
 
 
 class _Section:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -25,7 +24,8 @@ from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, JpegImagePlugi
 
 from engine.config import VisionConfig
 from engine.core import ImageSpan, UInt8Array
-from engine.errors import ConfigError, ModelFileError, RequestError
+from engine.errors import ConfigError, RequestError
+from engine.json_file import read_json_object
 
 FILE_NAME = "preprocessor_config.json"
 
@@ -83,17 +83,7 @@ class PreprocessorConfig:
         ModelFileError: the file is missing or not JSON; ConfigError: it asks for something that is not computed.
         """
         path = directory / FILE_NAME
-        try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                raise ModelFileError(f"{path}: {path.stat().st_size} bytes, at most {_MAX_FILE_BYTES} accepted")
-            values = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ModelFileError(f"{path}: not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ModelFileError(f"{path}: expected a JSON object, got {type(values).__name__}")
-        return parse_preprocessor_config(path, values, vision)
+        return parse_preprocessor_config(path, read_json_object(path, _MAX_FILE_BYTES), vision)
 
 
 # Keys whose only value here is the one that is computed; absent means that value.

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import ModelFileError
+from engine.json_file import read_json_object
 
 FILE_NAME = "tokenizer.json"
 _MAX_FILE_BYTES = 256 << 20
@@ -79,18 +80,7 @@ class Tokenizer:
 
 def read_definition(directory: Path) -> dict[str, Any]:
     """The content of tokenizer.json, a JSON object. ModelFileError if it cannot be had."""
-    path = directory / FILE_NAME
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ModelFileError(f"{path}: {path.stat().st_size} bytes, at most {_MAX_FILE_BYTES} accepted")
-        definition = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path}: not JSON: {error}") from error
-    if not isinstance(definition, dict):
-        raise ModelFileError(f"{path}: expected a JSON object, got {type(definition).__name__}")
-    return definition
+    return read_json_object(directory / FILE_NAME, _MAX_FILE_BYTES)
 
 
 def vocab_size(definition: Mapping[str, Any], path: Path) -> int:

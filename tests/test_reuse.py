@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
-from tiny_models import packed_checkpoint
+from tiny_models import add_turn_token, packed_checkpoint
 
 from engine.config import CacheSettings, EngineConfig, ModelConfig
 from engine.core import CacheOptions, CacheReport, GenerationRequest, Progress, Prompt, SamplingParams, TokenResult
@@ -29,10 +28,7 @@ RAM = 8 << 20
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packed tiny model, with a token that opens turns."""
     directory = packed_checkpoint(tmp_path_factory.mktemp("reuse") / "packed")
-    path = str(directory / "tokenizer.json")
-    tokenizer = tokenizers.Tokenizer.from_file(path)
-    tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_start|>", normalized=False)])
-    tokenizer.save(path)
+    tokenizer = add_turn_token(directory)
     assert tokenizer.token_to_id("<|im_start|>") == TURN
     assert tokenizer.encode("\na").ids == [NEWLINE, ASSISTANT]
     return directory

@@ -48,6 +48,15 @@ def packed_checkpoint(directory: Path) -> Path:
     return directory
 
 
+def add_turn_token(directory: Path) -> tokenizers.Tokenizer:
+    """Gives the directory's tokenizer the token that opens turns, id 258, which prompts are cut at."""
+    path = str(directory / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_start|>", normalized=False)])
+    tokenizer.save(path)
+    return tokenizer
+
+
 def write_tokenizer(directory: Path) -> None:
     """Byte-level without merges: ids 0..255, then a special token and a visible added one."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

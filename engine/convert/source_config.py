@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config import MODEL_TYPE, QUANTIZATION, ModelConfig, parse_config
 from engine.errors import ModelFileError
+from engine.json_file import read_json_object
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_LAYERS = 1024
@@ -22,17 +23,7 @@ Json = dict[str, Any]
 
 def load_json(path: Path) -> Json:
     """A JSON object from a file of at most 16 MiB. Raises ModelFileError."""
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ModelFileError(f"{path}: {path.stat().st_size} bytes, at most {MAX_CONFIG_BYTES} accepted")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+    return read_json_object(path, MAX_CONFIG_BYTES)
 
 
 def dump_json(value: Json) -> bytes:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from card_models import card_checkpoint
+from tiny_models import add_turn_token
 
 from engine import cuda_driver, gpu
 from engine.config import CacheSettings, EngineConfig
@@ -30,10 +30,7 @@ CONTEXT = 1024
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the kernels cover, with a token that opens turns."""
     directory = card_checkpoint(tmp_path_factory.mktemp("models") / "card")
-    path = str(directory / "tokenizer.json")
-    tokenizer = tokenizers.Tokenizer.from_file(path)
-    tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_start|>", normalized=False)])
-    tokenizer.save(path)
+    add_turn_token(directory)
     return directory
 
 
