@@ -19,8 +19,8 @@ from engine.reuse import ModelCache, PromptRun, Reuse, cache_bytes, template_mar
 from engine.sampling import Sampler
 from engine.segments import CardRule, Stretch
 from engine.tokenizer import Tokenizer
-from engine.vision import PictureRows, Sight, VisionTower, check_pictures
-from engine.weights import Weights, load_weights
+from engine.vision import PictureRows, Sight, Tower, VisionTower, check_pictures
+from engine.weights import VisionWeights, Weights, load_weights
 
 _GPU_DEVICE = Path("/dev/nvidiactl")
 """There while a driver for NVIDIA cards is loaded."""
@@ -67,7 +67,8 @@ class Engine:
         pictures = None
         try:
             if weights.vision is not None:
-                pictures = PictureRows(VisionTower(weights.vision, model.cpu.tier, model.cpu.pool))
+                tower, seen = _load_tower(weights.vision, model, config)
+                pictures, card = PictureRows(tower), card + seen
             # The model has pinned this thread; the cache's would inherit that and share the one processor.
             with _running_on(allowed):
                 cache = ModelCache(weights, config, kept_bytes, card) if kept_bytes else None
@@ -312,6 +313,20 @@ def _load_model(weights: Weights, config: EngineConfig, placement: Placement) ->
     model.use_gpu(prefill)
     rule = gpu.card_rule(plan, context, least)
     return model, rule, f"{prefill.identity}, {rule}"
+
+
+def _load_tower(weights: VisionWeights, model: Model, config: EngineConfig) -> tuple[Tower, str]:
+    """The vision tower, on the model's card if there is one with room; and what decides its bits there."""
+    cpu = VisionTower(weights, model.cpu.tier, model.cpu.pool)
+    if model.gpu is None:
+        return cpu, ""
+    from engine import gpu_vision
+
+    try:
+        return gpu_vision.open_tower(weights, cpu, model.gpu, config.gpu_memory)
+    except BaseException:
+        cpu.close()
+        raise
 
 
 @contextmanager

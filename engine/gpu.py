@@ -68,6 +68,11 @@ class Plan:
     scratch_bytes: int
     kv_bytes: int
 
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.dense_bytes + self.expert_bytes + self.slot_bytes + self.scratch_bytes + self.kv_bytes
+
     def __str__(self) -> str:
         parts = (
             ("dense weights", self.dense_bytes),
@@ -77,6 +82,17 @@ class Plan:
             (f"keys and values of {self.kv_tokens} tokens", self.kv_bytes),
         )
         return ", ".join(f"{name} {nbytes / 2**20:.0f} MiB" for name, nbytes in parts if nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleMemory:
+    """Memory of the card that holds nothing between two calls of prefill: `nbytes` at `address`, and two buffers of
+    `buffer_bytes` each (none if all experts stay). Whoever uses it synchronizes the card first."""
+
+    address: int
+    nbytes: int
+    buffers: tuple[int, ...]
+    buffer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +270,11 @@ class GpuPrefill:
         for path in sorted(PTX.rglob("*.ptx")):
             digest.update(path.name.encode() + path.read_bytes())
         return f"{self.card.name}, kernels {digest.hexdigest()[:16]}"
+
+    @property
+    def idle_memory(self) -> IdleMemory:
+        """What others may use between calls."""
+        return IdleMemory(self._base, self._scratch.nbytes, tuple(self._slots), self.plan.slot_bytes // 2)
 
     def accepts(self, tokens: int, positions: Int32Array) -> bool:
         """Whether the plan has room for a sequence of `tokens` tokens and a segment at these rotary positions."""
@@ -792,12 +813,16 @@ def dense_tensors(layer: LayerWeights) -> list[tuple[str, Array, int, int]]:
     return tensors
 
 
+def usable_bytes(free_bytes: int, memory_limit: int | None) -> int:
+    """How much of a card's free memory may be used: all but a spare part, at most the limit."""
+    usable = int(free_bytes * (1 - SPARE_SHARE))
+    return usable if memory_limit is None else min(usable, memory_limit)
+
+
 def make_plan(weights: Weights, kv_f32: bool, free_bytes: int, context_length: int, memory_limit: int | None) -> Plan:
     """Divide the card: the longest pass that leaves room for dense weights, buffers and the context; then experts."""
     c = weights.config
-    usable = int(free_bytes * (1 - SPARE_SHARE))
-    if memory_limit is not None:
-        usable = min(usable, memory_limit)
+    usable = usable_bytes(free_bytes, memory_limit)
     dense = sum(_aligned(array.nbytes) for layer in weights.layers for _, array, _, _ in dense_tensors(layer))
     experts = [
         _aligned(_aligned(layer.moe.experts_gate_up.data.nbytes) + layer.moe.experts_down.data.nbytes)

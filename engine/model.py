@@ -55,6 +55,11 @@ class Model:
         """Let stretches that are meant for a card run there. The model closes it."""
         self._gpu = gpu
 
+    @property
+    def gpu(self) -> GpuPrefill | None:
+        """The card, if there is one."""
+        return self._gpu
+
     def new_state(self) -> SequenceState:
         """An empty sequence."""
         return SequenceState(self.config, kv_f32=self.cpu.kv_f32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -93,8 +93,22 @@ def _count_up(positions: Int32Array, first: int) -> None:
     positions[:] = np.arange(first, first + len(positions), dtype=np.int32)[:, None]
 
 
+class Tower(Protocol):
+    """What makes rows of pictures, one at a time."""
+
+    @property
+    def config(self) -> VisionConfig:
+        """Sizes."""
+
+    def encode_steps(self, pixels: UInt8Array) -> Generator[int, None, Float32Array]:
+        """See `VisionTower.encode_steps`."""
+
+    def close(self) -> None:
+        """Free memory. Idempotent."""
+
+
 class VisionTower:
-    """The vision tower over one set of weights. One picture at a time, in the thread that owns the pool."""
+    """The vision tower on the CPU, over one set of weights. One picture at a time, in the thread that owns the pool."""
 
     def __init__(self, weights: VisionWeights, tier: str, pool: Any) -> None:
         """tier: one that can run here; pool: the C engine's threads, which must outlive the tower. OutOfMemory."""
@@ -164,7 +178,7 @@ class VisionTower:
         c = weights.config
         spec = _sizes(c)
         spec.byte_value = self._floats(np.tile(_byte_values(), (c.in_channels, 1)))
-        spec.frequency = self._floats(_frequencies(c.hidden_size // c.num_heads))
+        spec.frequency = self._floats(rotary_frequencies(c.hidden_size // c.num_heads))
         self._linear(spec.patch_embed, weights.patch_embed)
         self._matrix(spec.table, weights.table)
         self._norm(spec.merger_norm, weights.merger_norm)
@@ -236,7 +250,7 @@ def _byte_values() -> Float32Array:
     return (np.arange(256, dtype=np.float32) - np.float32(127.5)) / np.float32(127.5)
 
 
-def _frequencies(head_dim: int) -> Float32Array:
+def rotary_frequencies(head_dim: int) -> Float32Array:
     """theta^(-4j / head_dim), float32 [head_dim / 4], rounded step by step as the official implementation does."""
     exponent = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
     frequency: Float32Array = np.float32(1.0) / np.power(np.float32(VISION_ROPE_THETA), exponent)
@@ -249,7 +263,7 @@ class PictureRows:
     One tenant's pictures are never served to another: answers would be the same, but their speed would tell.
     """
 
-    def __init__(self, tower: VisionTower, capacity: int = PICTURE_ROWS_BYTES) -> None:
+    def __init__(self, tower: Tower, capacity: int = PICTURE_ROWS_BYTES) -> None:
         self.config = tower.config
         self._tower = tower
         self._capacity = capacity

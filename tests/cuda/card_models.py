@@ -10,14 +10,21 @@ import numpy as np
 from tiny_models import VECTORS, write_safetensors, write_tokenizer
 
 from engine import formats
-from engine.config import QUANTIZATION
+from engine.config import QUANTIZATION, parse_config
+from engine.weights import vision_shapes
 
 
-def card_checkpoint(directory: Path) -> Path:
-    """A random 4-bit model of sizes that the kernels cover: 3 delta nets and 1 attention, grouped heads, 6 experts."""
+def card_checkpoint(directory: Path, *, sees: bool = False) -> Path:
+    """A random 4-bit model of sizes that the kernels cover: 3 delta nets and 1 attention, grouped heads, 6 experts.
+    sees: with a vision tower of two blocks; 508 is a picture's placeholder."""
     directory.mkdir()
     config = json.loads((VECTORS / "a.json").read_text())
-    del config["vision_config"]
+    if sees:
+        config["vision_config"].update(
+            depth=2, hidden_size=48, intermediate_size=96, num_heads=4, num_position_embeddings=64, out_hidden_size=128
+        )
+    else:
+        del config["vision_config"]
     config["quantization_config"] = dict(QUANTIZATION)
     config["text_config"].update(
         hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, linear_key_head_dim=32,
@@ -66,6 +73,13 @@ def card_checkpoint(directory: Path) -> Path:
         packed(f"{layer}mlp.shared_expert.gate_proj.weight", 64, 128)
         packed(f"{layer}mlp.shared_expert.up_proj.weight", 64, 128)
         packed(f"{layer}mlp.shared_expert.down_proj.weight", 128, 64)
+    vision = parse_config(directory / "config.json", config).vision
+    for name, shape in () if vision is None else vision_shapes(vision):
+        if len(shape) == 1:
+            floats(name, *shape)
+        else:
+            values = rng.standard_normal(shape, np.float32) * np.prod(shape[1:]) ** -0.5
+            tensors[name] = ("F16", shape, values.astype(np.float16).tobytes())
     write_safetensors(directory / "model.safetensors", tensors)
     write_tokenizer(directory)
     return directory

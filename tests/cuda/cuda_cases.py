@@ -313,6 +313,43 @@ def rope_2d(tokens: int, heads: int, d: int) -> Run:
     return run
 
 
+def picture(rows: int, columns: int, side: int, k: int) -> Run:
+    """Patches of 4 x 4 pixels in the order of merge blocks of 2 x 2, and the position table under them."""
+
+    def run(device: Device, rng: np.random.Generator) -> Iterator[Check]:
+        patch, frames = 4, 2
+        pixels = rng.integers(0, 256, (rows * patch, columns * patch, 3), dtype=np.uint8)
+        grid = np.indices((rows, columns)).reshape(2, rows // 2, 2, columns // 2, 2)
+        cells = np.ascontiguousarray(grid.transpose(1, 3, 2, 4, 0).reshape(-1, 2).astype(np.int32))
+        patches, values = len(cells), 3 * frames * patch**2
+        x, known = device.upload(nan_like(patches, values)), device.upload(cells)
+        device.launch(
+            "picture_patches", (patches, 1), 128,
+            device.upload(pixels), known, x, i32(columns * patch), i32(3), i32(frames), i32(patch),
+        )  # fmt: skip
+        tiles = pixels.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)[cells[:, 0], cells[:, 1]]
+        expected = np.repeat((tiles.reshape(patches, 3, 1, -1) - 127.5) / 127.5, frames, axis=2)
+        yield Check("picture_patches", device.download(x), expected.reshape(patches, values), 2 * U)
+
+        table, start = normal(rng, side, side, k).astype(np.float16), normal(rng, patches, k)
+        y = device.upload(start)
+        device.launch(
+            "picture_positions", (patches, 1), 128,
+            device.upload(table), known, y, i32(k), i32(side), i32(rows), i32(columns),
+        )  # fmt: skip
+        source = cells * (side - 1) / np.maximum(np.array([rows, columns]) - 1, 1)
+        first = np.floor(source + 1e-9).astype(int)
+        second = np.minimum(first + 1, side - 1)
+        (down, over), t = (source - first).T[..., None], table.astype(np.float64)
+        upper = t[first[:, 0], first[:, 1]] * (1 - over) + t[first[:, 0], second[:, 1]] * over
+        lower = t[second[:, 0], first[:, 1]] * (1 - over) + t[second[:, 0], second[:, 1]] * over
+        expected = start + upper * (1 - down) + lower * down
+        # A coordinate is known to a few roundings of the table's side, and values of the table are below 6.
+        yield Check("picture_positions", device.download(y), expected, (32 * side + 64) * U, traffic=8.0 * patches * k)
+
+    return run
+
+
 def swiglu(rows: int, inner: int) -> Run:
     def run(device: Device, rng: np.random.Generator) -> Iterator[Check]:
         x = normal(rng, rows, 2 * inner, scale=4.0)
@@ -645,6 +682,8 @@ SMALL = (
     Case("rope-D64-R22-uneven-sections", rope(5, 2, 64, 22, (6, 3, 2))),
     Case("rope_2d-D72", rope_2d(6, 2, 72)),
     Case("rope_2d-D12", rope_2d(6, 4, 12)),
+    Case("picture-6x10", picture(6, 10, 7, 130)),
+    Case("picture-1x1-token", picture(2, 2, 5, 48)),
     Case("swiglu-R9-I130", swiglu(9, 130)),
     Case("gelu_tanh-1000", gelu("gelu_tanh", 1000)),
     Case("gelu_erf-1000", gelu("gelu_erf", 1000)),
@@ -683,6 +722,7 @@ REAL = (
     Case("layernorm-1024", layernorm(1024, 1152)),
     Case("rope-947", rope(947, 16, 256, 64, (11, 11, 10))),
     Case("rope_2d-1024", rope_2d(1024, 16, 72)),
+    Case("picture-1024-tokens", picture(64, 64, 48, 1152)),
     Case("swiglu-7576", swiglu(7576, 512)),
     Case("router_topk-947", router_topk(947, 128, 8)),
     Case("experts-947-E16", expert_products(118, 16, 8, 2048, 512, 1.0)),
