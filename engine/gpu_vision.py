@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import mmap
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -142,12 +143,24 @@ def lock_tower(weights: VisionWeights, card: Card) -> tuple[VisionWeights, bool]
     """Page-lock the matrices: (weights to use from now on, whether they are locked). In place where the driver can
     lock the mapped file; else in memory of ours; not at all if that is short."""
     matrices = [matrix for _, matrix in _matrices(weights)]
-    if all(card.pin(matrix) for matrix in matrices):
+    if all(card.pin(run) for run in page_runs(matrices)):
         return weights, True
     if sum(matrix.nbytes for matrix in matrices) + _LOCK_SPARE > available_bytes():
         return weights, False
     moved = _moved(weights)
-    return moved, all(card.pin(matrix) for _, matrix in _matrices(moved))
+    return moved, all(card.pin(run) for run in page_runs([matrix for _, matrix in _matrices(moved)]))
+
+
+def page_runs(arrays: Sequence[Array]) -> list[UInt8Array]:
+    """The bytes of the arrays, those that share a page together: pages are locked once, and a copy from memory that is
+    locked in part would be refused."""
+    runs: list[list[int]] = []
+    for begin, end in sorted((array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays):
+        if runs and begin // mmap.PAGESIZE <= (runs[-1][1] - 1) // mmap.PAGESIZE:
+            runs[-1][1] = max(runs[-1][1], end)
+        else:
+            runs.append([begin, end])
+    return [np.ctypeslib.as_array((ctypes.c_uint8 * (end - begin)).from_address(begin)) for begin, end in runs]
 
 
 class CardTower:
@@ -167,9 +180,13 @@ class CardTower:
         behind = self._base + self._places.nbytes
         self._buffers = idle.buffers if idle.buffer_bytes >= size else (behind, behind + size)
         weights, locked = lock_tower(weights, self._card)
-        self._pieces = _pieces(weights)
-        # The vectors are copies of ours, and small.
-        locked = all(self._card.pin(piece.arrays[0][1]) for piece in self._pieces) and locked
+        pieces = _pieces(weights)
+        vectors = _in_own_pages([piece.arrays[0][1] for piece in pieces])
+        self._pieces = [
+            dataclasses.replace(piece, arrays=((0, own), *piece.arrays[1:]))
+            for piece, own in zip(pieces, vectors, strict=True)
+        ]
+        locked = all(card.pin(run) for run in page_runs(vectors)) and locked
         if not locked:
             logger.warning("The tower's weights could not be page-locked: each picture waits for their copies.")
 
@@ -358,7 +375,7 @@ def _moved(weights: VisionWeights) -> VisionWeights:
     """The same with matrices in memory of ours."""
 
     def linear(source: Linear) -> Linear:
-        return dataclasses.replace(source, weight=source.weight.copy())
+        return dataclasses.replace(source, weight=_in_own_pages([source.weight])[0])
 
     blocks: Sequence[VisionBlock] = [
         dataclasses.replace(
@@ -369,11 +386,21 @@ def _moved(weights: VisionWeights) -> VisionWeights:
     return dataclasses.replace(
         weights,
         patch_embed=linear(weights.patch_embed),
-        table=weights.table.copy(),
+        table=_in_own_pages([weights.table])[0],
         blocks=tuple(blocks),
         merger_fc1=linear(weights.merger_fc1),
         merger_fc2=linear(weights.merger_fc2),
     )
+
+
+def _in_own_pages(arrays: Sequence[Array]) -> list[Array]:
+    """Copies side by side in pages that hold nothing else, so that locking them concerns nothing else."""
+    memory, copies, end = mmap.mmap(-1, sum(array.nbytes for array in arrays)), [], 0
+    for array in arrays:
+        copies.append(np.frombuffer(memory, array.dtype, array.size, end).reshape(array.shape))
+        np.copyto(copies[-1], array)
+        end += array.nbytes
+    return copies
 
 
 def _int(value: int) -> ctypes.c_int:

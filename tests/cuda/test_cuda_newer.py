@@ -20,7 +20,7 @@ from engine.model import text_positions
 from engine.weights import load_weights
 
 NEWER = sorted((CUDA_SOURCES / "sm_80").glob("*.cu"))
-CASES = [case for case in SMALL if case.name.startswith(("matmul_q4-", "experts-", "gated_delta-"))]
+CASES = [case for case in SMALL if case.name.startswith(("matmul_q4-", "matmul_f16-", "experts-", "gated_delta-"))]
 
 
 @pytest.mark.parametrize("order", [0, 1, 7])

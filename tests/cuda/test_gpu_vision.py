@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from engine.cuda_driver import CudaCard
 from engine.engine import Engine
 from engine.errors import Cancelled, KernelError, OutOfMemory
 from engine.gpu import PTX, GpuPrefill, IdleMemory, lock_experts, make_plan
-from engine.gpu_vision import CardTower, activations, open_tower, plan_tower
+from engine.gpu_vision import CardTower, activations, open_tower, page_runs, plan_tower
 from engine.model import Model
 from engine.vision import Tower, VisionTower, picture_flops
 from engine.vision_bench import PUBLISHED, random_weights
@@ -126,6 +127,18 @@ def test_the_card_gives_the_rows_of_the_cpu(
     tower.close()
 
 
+def test_the_kernels_for_newer_cards_do_so_too(
+    model: Model, prefill: Callable[..., GpuPrefill], newer_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "_LIBRARY", str(newer_library))
+    for shape in (TINY, WIDE):
+        weights, pixels = random_weights(shape), picture(96, 160, 1)
+        cpu = cpu_tower(weights, model)
+        tower, _ = open_tower(weights, cpu, prefill(), None)
+        assert deviation(rows(tower, pixels), cpu.encode(pixels)) < TOLERANCE
+        tower.close()
+
+
 def test_whose_memory_it_is_and_how_weights_travel_changes_no_bit(
     model: Model, prefill: Callable[..., GpuPrefill], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +164,15 @@ def test_whose_memory_it_is_and_how_weights_travel_changes_no_bit(
         monkeypatch.setattr(CudaCard, "pin", lambda card, array, left=left: next(left, -1) < 0 and pin(card, array))
         run(resident)
     assert len(found) == 1
+
+
+def test_arrays_that_share_a_page_are_locked_together() -> None:
+    memory = np.zeros(5 * mmap.PAGESIZE, np.uint8)
+    first = -memory.ctypes.data % mmap.PAGESIZE  # of a page
+    page = memory[first : first + 4 * mmap.PAGESIZE].reshape(4, -1)
+    arrays = [page[2, 100:200], page[0, 10:20], page.reshape(-1)[30 : mmap.PAGESIZE + 1], page[1, 64:]]
+    found = [(run.ctypes.data - page.ctypes.data, run.nbytes) for run in page_runs(arrays)]
+    assert found == [(10, 2 * mmap.PAGESIZE - 10), (2 * mmap.PAGESIZE + 100, 100)]
 
 
 def test_prompts_and_pictures_take_turns_in_the_same_memory(model: Model, prefill: Callable[..., GpuPrefill]) -> None:

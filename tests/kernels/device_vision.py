@@ -25,7 +25,7 @@ from engine.core import Float32Array, UInt8Array
 from engine.cpu import resolve_tier
 from engine.cuda_driver import CudaCard, modules_for
 from engine.gpu import PTX, GpuPrefill, IdleMemory, lock_experts, make_plan
-from engine.gpu_vision import CardTower, open_tower, plan_tower
+from engine.gpu_vision import CardTower, _moved, open_tower, plan_tower
 from engine.model import Model
 from engine.placement import choose_threads
 from engine.vision import Tower, VisionTower, picture_flops
@@ -56,6 +56,11 @@ def picture(height: int, width: int, seed: int) -> UInt8Array:
     return (slopes + rng.integers(0, 56, (height, width, 3))).astype(np.uint8)
 
 
+def tower_weights(shape: VisionConfig, seed: int) -> VisionWeights:
+    """Random ones in pages of their own, as those of a mapped file are."""
+    return _moved(random_weights(shape, seed))
+
+
 def encode(tower: Tower, pixels: UInt8Array) -> Float32Array:
     """A picture's rows."""
     steps = tower.encode_steps(pixels)
@@ -82,7 +87,7 @@ def check_rows(newest: int, tier: str, pool: object) -> int:
     """Failures: shapes whose rows deviate, or differ when a picture comes again after others."""
     failures = 0
     for name, shape in SHAPES.items():
-        weights, card = random_weights(shape, seed=3), CudaCard(PTX, newest=newest)
+        weights, card = tower_weights(shape, 3), CudaCard(PTX, newest=newest)
         try:
             cpu = VisionTower(weights, tier, pool)
             tower, found, again = on_card(card, cpu, weights), [], []
@@ -150,7 +155,7 @@ def main() -> int:
             print(f"kernels for {newest}: the tower's are those for {builds[used]}")
         builds.setdefault(used, newest)
     result |= {"tokens": pixels.size // 3 // 1024, "tflop": flops / 1e12}
-    weights = random_weights(PUBLISHED)
+    weights = tower_weights(PUBLISHED, 0)
     failures = 0
     with _pool(threads, cpus) as pool:
         cpu = VisionTower(weights, tier, pool)
@@ -200,7 +205,7 @@ def beside_prompts(
     text, locked = lock_experts(text, plan, card)
     model = Model(text, EngineConfig(device="cpu"), threads=threads, cpus=cpus, max_context=4160)
     try:
-        gpu, weights = GpuPrefill(text, model.cpu, card, plan, locked=locked), random_weights(PUBLISHED)
+        gpu, weights = GpuPrefill(text, model.cpu, card, plan, locked=locked), tower_weights(PUBLISHED, 0)
         cpu = VisionTower(weights, model.cpu.tier, model.cpu.pool)
         tower, decided = open_tower(weights, cpu, gpu, memory)
         assert isinstance(tower, CardTower), "there is no room for the tower"
