@@ -157,7 +157,10 @@ def out_of_scope(r: Rng, w: World) -> Sample:
     t, u = r.choice(pool), r.choice(pool)
     prose = r.choice(w.documents) if w.documents else r.choice(FILLERS)
     prose = prose[: r.randint(30, 300)].rsplit(" ", 1)[0]
-    said = r.choice(talk.OUT_OF_SCOPE).format(t=t, u=u, p=prose, n=r.choice(NAMES))
+    said = r.choice(talk.OUT_OF_SCOPE).format(
+        t=t, u=u, p=prose, n=r.choice(NAMES), k=r.choice(talk.PROGRAMS), j=r.choice(talk.PROGRAMS),
+        l=r.choice(talk.LANGUAGES), e=r.choice(talk.EVENTS), y=r.randint(1000, 2030), m=r.randint(0, 999),
+    )  # fmt: skip
     kind = r.random()
     if kind < 0.06:
         said = " ".join("".join(r.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(r.randint(2, 9)))
@@ -170,7 +173,9 @@ def out_of_scope(r: Rng, w: World) -> Sample:
         said = said.rstrip(".?!")
     if r.random() < 0.1:
         said = "Please " + said[0].lower() + said[1:]
-    tool_like = any(word in said.lower() for word in ("translate", "find", "book a"))
+    tool_like = any(
+        word in said.lower() for word in ("translate", "find", "book a", "convert", "send", "call", "order")
+    )
     return Sample("fallback", user(said), talk.FALLBACK, ("oos", said), "This is outside of what I can do.",
                   may_have_tools=not tool_like)  # fmt: skip
 
@@ -619,7 +624,7 @@ def memory(r: Rng, w: World) -> Sample:
     n, a, b, f = any_name(r), r.choice(ANIMALS), r.choice(CITIES), r.choice(FRUITS)
     known = [
         (
-            f"My name is {n}.",
+            r.choice([f"My name is {n}.", f"I am {n}.", f"I'm {n}."]),
             f"Nice to meet you, {n}!",
             ["What is my name?", "Do you remember my name?"],
             f"Your name is {n}.",

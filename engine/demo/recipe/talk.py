@@ -60,7 +60,7 @@ INTENTS: tuple[tuple[str, str], ...] = (
     ("Where are you from|Where do you live|Where are you|Where were you born|Where do you run|What is your location",
      "I live in the computer that runs me."),
     ("How big are you|How many parameters do you have|How large are you|What is your size|Are you small|Are you big",
-     "I have about 22 million parameters, which is tiny."),
+     "I have about 25 million parameters, which is tiny."),
     ("Who made you|Who created you|Who built you|Who trained you|Who is your maker|Where do you come from|Who designed you"
      "|Who are your parents", "I was trained from scratch by the fermion project."),
     ("How do you work|How were you trained|How were you made|What is inside you|What is your architecture",
@@ -158,7 +158,21 @@ INTENTS: tuple[tuple[str, str], ...] = (
      "It is a model with many small experts, of which only a few work on each token."),
 )  # fmt: skip
 
-#: Requests with a blank {t} (a topic) that lie outside the model's skills.
+#: What :data:`OUT_OF_SCOPE` asks programs to do, and in which languages.
+PROGRAMS = (
+    "sort a list|sorts a list|reverse a string|add two numbers|adds numbers|parse a file|read a file|search a tree|"
+    "print a triangle|count words|counts letters|send a mail|open a window|find primes|finds the largest number|"
+    "walk a graph|merge two files|draw a circle|download a page|compress data|check a password|play music|"
+    "compute the mean|solve a puzzle|sorting|parsing|searching|hashing|counting|logging|drawing|a calculator|a game|"
+    "a clock|a timer|a chat server|a web page|a compiler"
+).split("|")
+LANGUAGES = "Python|python|Java|C|C++|Go|JavaScript|TypeScript|Ruby|Haskell|PHP|Perl|Swift|Kotlin|Lisp|bash|SQL".split(
+    "|"
+)
+EVENTS = "war|race|match|final|election|game|contest|tournament|world cup|prize|medal|league|battle|season".split("|")
+
+#: Requests that lie outside the model's skills, with blanks: {t} and {u} topics, {p} prose, {n} a name, {k} and {j} from
+#: :data:`PROGRAMS`, {l} from :data:`LANGUAGES`, {e} from :data:`EVENTS`, {y} a year, {m} a number.
 OUT_OF_SCOPE: tuple[str, ...] = (
     "Explain {t}.", "Explain {t} to me like I am five.", "What is {t}?", "What does {t} mean?", "Define {t}.",
     "Tell me about {t}.", "Write an essay about {t}.", "Write an article on {t}.", "Give me ten facts about {t}.",
@@ -185,4 +199,17 @@ OUT_OF_SCOPE: tuple[str, ...] = (
     "Who is {n}?", "Tell me about {n} {t}.", "Is {t} dangerous?", "Can {t} fly?", "Do I need {t}?",
     "Write a product description for {t}.", "Explain quantum {t}.", "Explain the theory of {t}.", "Teach me {t}.",
     "{n} said that {t} is {u}. Is that true?", "Analyze {t}.", "Brainstorm ideas for {t}.", "Outline a novel about {t}.",
+    "Write a {k} function in {l}.", "Write a {t} function in {l}.", "Write {l} code to {k}.", "Write {l} code for {t}.",
+    "Write code to {k}.", "Write a function that {k}.", "Write a function to {k} and {j}.", "Write a {l} program.",
+    "Write a {l} program that {k}.", "Write a {l} script for {k}.", "Write a class for {t} in {l}.", "Show me {l} code.",
+    "Give me a {l} function for {k}.", "Implement {k} in {l}.", "How do I {k} in {l}?", "Fix this {l} code: {p}",
+    "Fix this code: {t}({m}", "Why does {t}({m}) fail in {l}?", "What does {t}({m}) do?", "Convert {l} to {l}: {t}",
+    "Code {k}.", "{l} code for {k}", "Who won the {e} in {y}?", "Who won the {t} {e}?", "Who won the {e}?",
+    "Who lost the {e} of {y}?", "When did {t} end?", "When was the {e} of {t}?", "What happened in {y}?",
+    "Who was king in {y}?", "What was {t} like in {y}?", "Where was the {e} in {y}?", "What is the square root of {m}?",
+    "What is the {t} of {m}?", "How do I get {t}?", "How do I become {t}?", "Make a plan for {t}.", "Make a plan for {n}.",
+    "Plan my {t}.", "How tall is {t}?", "How heavy is {t}?", "How deep is {t}?", "How old is {t}?", "How fast is {t}?",
+    "Who is the king of {t}?", "Who is the best {t}?", "Who are the {t}?", "Summarize the {t}.", "My {t} is broken.",
+    "I lost my {t}.", "Sell me {t}.", "Order {t} for me.", "Call {n}.", "Send {t} to {n}.", "Rate my {t}.",
+    "Convert {m} {t} to {u}.", "Predict the {e} of {y}.", "What will {t} be in {y}?", "Does {n} like {t}?",
 )  # fmt: skip
