@@ -33,12 +33,12 @@ static size_t most(size_t a, size_t b) { return a > b ? a : b; }
 static void take_input(arena *a, fm_input *in, size_t rows, int cols, int quantized) {
     in->x = take(a, rows * cols, sizeof(float));
     in->ld = (size_t)cols;
-    in->q.tokens = (int)rows;
+    in->q.tokens = (int)(2 * rows); /* up to two terms each */
     in->q.cols = cols;
     if (!quantized) return;
-    in->q.q = take(a, rows * cols, 1);
-    in->q.scale = take(a, rows * (cols / FM_GROUP), sizeof(float));
-    in->q.correction = take(a, rows * (cols / FM_GROUP), sizeof(int32_t));
+    in->q.q = take(a, 2 * rows * cols, 1);
+    in->q.scale = take(a, 2 * rows * (cols / FM_GROUP), sizeof(float));
+    in->q.correction = take(a, 2 * rows * (cols / FM_GROUP), sizeof(int32_t));
 }
 
 /* Floats of scratch that the hungriest job of a layer needs per worker. */
@@ -48,7 +48,7 @@ static size_t worker_floats(const fm_model_spec *s) {
     const size_t delta = (size_t)FM_DELTA_CHUNK * (s->value_dim + 2) + fm_delta_scratch(s->key_dim, s->value_dim);
     const size_t tile = (size_t)FM_EXPERT_TOKENS * FM_TILE_ROWS;
     const size_t experts = 2 * tile + (size_t)s->max_tokens * (FM_TILE_ROWS + 1);
-    return (most(most(attention, delta), experts) + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
+    return (most(most(attention, delta), experts) + FM_SPARE_FLOATS + ALIGNMENT) / ALIGNMENT * ALIGNMENT;
 }
 
 static size_t lay_out(fm_engine *e, char *base) {
@@ -188,10 +188,14 @@ void fm_pass_begin(fm_engine *e, const int *ids, const int *positions, int token
 
 float *fm_pass_hidden(fm_engine *e) { return e->hidden; }
 
+/* Int8 inputs put noise of a few hundredths on every logit, and near ties turn on it. What the last layer and the head
+ * add to it nothing after them evens out, so their inputs are two terms: the int8 form, and what that leaves over, again
+ * in int8 (tests/bench/NOTES.md, "Accuracy of 8-bit activations"). */
 void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, int recurrent) {
     e->charged_to = now(); /* what the caller did since the last layer is no operation's */
     for (int i = first; i < last; i++) {
         const fm_layer *layer = e->spec.layer + i;
+        e->refined = i == e->spec.layers - 1;
         fm_norm(e, layer->input_norm);
         if (layer->kind == FM_ATTENTION)
             fm_attention(e, layer, sequence);
@@ -202,48 +206,15 @@ void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, in
     }
 }
 
-typedef struct {
-    const fm_engine *engine;
-    float *logits;
-    int step;
-} head_job;
-
-static void head_tile(void *arg, int item, int worker) {
-    const head_job *job = arg;
-    const fm_engine *e = job->engine;
-    const fm_matrix *head = &e->spec.head;
-    const int row0 = item * job->step, row1 = fm_least(row0 + job->step, head->rows), rows = row1 - row0;
-    float *coarse = fm_worker_scratch(e, worker), *fine = coarse + rows;
-    fm_multiply(e, head, 0, row0, row1, &e->normed, NULL, 2, coarse, (size_t)rows);
-    for (int i = 0; i < rows; i++) job->logits[row0 + i] = coarse[i] + fine[i];
-}
-
-/* Int8 inputs put noise of a few hundredths on every logit, and near ties turn on it. So the head's input is two: its
- * int8 form, and what that leaves over, again in int8. Memory bounds the head, and gives the weights once for both
- * (tests/bench/NOTES.md). */
-static void refine_input(fm_engine *e) {
-    const int width = e->spec.hidden;
-    const fm_q8 *q = &e->normed.q;
-    const float *x = e->normed.x;
-    float *rest = e->normed.x + e->normed.ld;
-    for (int i = 0; i < width; i++) rest[i] = x[i] - q->scale[i / FM_GROUP] * (float)q->q[i];
-    fm_quantize(e, &e->normed, 1, 0, width);
-}
-
 void fm_pass_logits(fm_engine *e, int row, float *logits) {
     const fm_model_spec *s = &e->spec;
     const int tokens = e->tokens;
     e->ops->rmsnorm(e->hidden + (size_t)row * s->hidden, s->final_norm, s->hidden, s->eps, e->normed.x);
     e->tokens = 1;
-    if (s->head.dtype == FM_Q4) {
-        fm_quantize(e, &e->normed, 0, 0, s->hidden);
-        refine_input(e);
-        head_job job = {e, logits, fm_item_rows(e, &s->head, s->vocab)};
-        fm_parallel_for(e->pool, fm_blocks(s->vocab, job.step), head_tile, &job);
-    } else {
-        const fm_product head = {.matrix = &s->head, .out = logits, .ld = (size_t)s->vocab};
-        fm_multiply_all(e, &e->normed, &head, 1);
-    }
+    e->refined = 1;
+    fm_quantize(e, &e->normed, 0, 0, s->hidden);
+    const fm_product head = {.matrix = &s->head, .out = logits, .ld = (size_t)s->vocab};
+    fm_multiply_all(e, &e->normed, &head, 1);
     e->tokens = tokens;
 }
 

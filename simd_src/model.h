@@ -15,6 +15,7 @@
 #define FM_SPAN_PAGES 8      /* pages whose softmax is merged as one: where one token's keys are split */
 #define FM_EXPERT_TOKENS 64  /* tokens of an expert taken at once: what keeps its intermediate in cache */
 #define FM_TILE_ROWS 256     /* most rows of a product taken at once */
+#define FM_SPARE_FLOATS (FM_EXPERT_TOKENS * FM_TILE_ROWS)
 
 /* Input rows of a product in both forms; `q` is filled only for packed matrices. */
 typedef struct {
@@ -41,6 +42,7 @@ struct fm_engine {
     fm_pool *pool;
     int threads;
     int quantized; /* some matrix is packed, so that inputs are needed in int8 */
+    int refined;   /* inputs of the layer (or head) at work are two int8 terms: row r is rows 2 r and 2 r + 1 of q */
     void *arena;
     size_t arena_bytes;
 
@@ -81,6 +83,11 @@ static inline float *fm_worker_scratch(const fm_engine *e, int worker) {
     return e->worker_scratch + (size_t)worker * e->worker_floats;
 }
 
+/* FM_SPARE_FLOATS that no job but fm_multiply uses. */
+static inline float *fm_worker_spare(const fm_engine *e, int worker) {
+    return fm_worker_scratch(e, worker) + e->worker_floats - FM_SPARE_FLOATS;
+}
+
 static inline int fm_blocks(int count, int size) { return (count + size - 1) / size; }
 static inline int fm_least(int a, int b) { return a < b ? a : b; }
 
@@ -96,10 +103,11 @@ size_t fm_matrix_bytes(const fm_matrix *w);
 
 /* y[t * ldy + n - row0] for rows row0..row1-1 (multiples of 16 if packed) of matrix `index` of the stack w;
  * rows: which inputs to take, or NULL for the first `tokens`. */
-void fm_multiply(const fm_engine *e, const fm_matrix *w, int index, int row0, int row1, const fm_input *in,
+void fm_multiply(const fm_engine *e, int worker, const fm_matrix *w, int index, int row0, int row1, const fm_input *in,
                  const int32_t *rows, int tokens, float *y, size_t ldy);
 
-/* Quantises columns col..col+n-1 (multiples of 32) of row `row`, if packed matrices will read it. */
+/* Quantises columns col..col+n-1 (multiples of 32) of row `row`, if packed matrices will read it: to one term, or, while
+ * e->refined, to two. */
 void fm_quantize(const fm_engine *e, fm_input *in, int row, int col, int n);
 
 /* normed <- rmsnorm(hidden, weight) for all tokens. */
@@ -117,9 +125,6 @@ typedef struct {
     fm_finish finish; /* or NULL */
     void *arg;
 } fm_product;
-
-/* Rows of the tiles into which fm_multiply_all cuts a matrix; the last may be shorter. */
-int fm_item_rows(const fm_engine *e, const fm_matrix *w, int rows_of_job);
 
 void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count);
 

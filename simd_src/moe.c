@@ -75,8 +75,8 @@ static void inner_tile(fm_engine *e, const fm_matrix *gate, const fm_matrix *up,
     float *g = fm_worker_scratch(e, worker), *u = g + FM_EXPERT_TOKENS * FM_TILE_ROWS;
     for (int begin = 0; begin < count; begin += FM_EXPERT_TOKENS) {
         const int tokens = fm_least(FM_EXPERT_TOKENS, count - begin);
-        fm_multiply(e, gate, index, col0, col1, &e->normed, rows + begin, tokens, g, (size_t)width);
-        fm_multiply(e, up, index, up_row + col0, up_row + col1, &e->normed, rows + begin, tokens, u, (size_t)width);
+        fm_multiply(e, worker, gate, index, col0, col1, &e->normed, rows + begin, tokens, g, (size_t)width);
+        fm_multiply(e, worker, up, index, up_row + col0, up_row + col1, &e->normed, rows + begin, tokens, u, (size_t)width);
         for (int t = 0; t < tokens; t++) {
             const int row = slot + begin + t;
             float *out = inner->x + (size_t)row * inner->ld + col0;
@@ -106,12 +106,12 @@ static void inner_item(void *arg, int item, int worker) {
 }
 
 /* sum[token] += weight * (down inner[slot]) on rows row0.. of down, for `count` slots that belong to `tokens`. */
-static void add_down(fm_engine *e, const fm_matrix *down, int index, const fm_input *inner, int slot, int count,
+static void add_down(fm_engine *e, int worker, const fm_matrix *down, int index, const fm_input *inner, int slot, int count,
                      const int32_t *tokens, const float *weight, int row0, int row1, float *sum, float *part) {
     const int width = row1 - row0;
     for (int begin = 0; begin < count; begin += FM_EXPERT_TOKENS) {
         const int n = fm_least(FM_EXPERT_TOKENS, count - begin);
-        fm_multiply(e, down, index, row0, row1, inner, e->every_token + slot + begin, n, part, (size_t)width);
+        fm_multiply(e, worker, down, index, row0, row1, inner, e->every_token + slot + begin, n, part, (size_t)width);
         for (int i = 0; i < n; i++)
             e->ops->axpy(weight[begin + i], part + (size_t)i * width, width, sum + (size_t)tokens[begin + i] * width);
     }
@@ -127,14 +127,14 @@ static void down_item(void *arg, int item, int worker) {
     memset(sum, 0, (size_t)e->tokens * width * sizeof(float));
     for (int i = 0; i < e->groups; i++) {
         const fm_expert_group *g = e->group + i;
-        add_down(e, &job->layer->experts_down, g->expert, &e->expert_inner, g->begin, g->end - g->begin,
+        add_down(e, worker, &job->layer->experts_down, g->expert, &e->expert_inner, g->begin, g->end - g->begin,
                  e->slot_token + g->begin, e->slot_weight + g->begin, row0, row1, sum, part);
     }
     for (int t = 0; t < e->tokens; t++) {
         const float logit = e->router[(size_t)t * (s->experts + 1) + s->experts];
         gate[t] = 1.0f / (1.0f + expf(-logit));
     }
-    add_down(e, &job->layer->shared_down, 0, &e->shared_inner, 0, e->tokens, e->every_token, gate, row0, row1, sum,
+    add_down(e, worker, &job->layer->shared_down, 0, &e->shared_inner, 0, e->tokens, e->every_token, gate, row0, row1, sum,
              part);
     for (int t = 0; t < e->tokens; t++)
         e->ops->axpy(1.0f, sum + (size_t)t * width, width, e->hidden + (size_t)t * s->hidden + row0);

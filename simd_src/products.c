@@ -3,28 +3,70 @@
 
 #include "model.h"
 
-enum { MAX_PRODUCTS = 8, VECTOR_ROWS = 512 };
+enum { MAX_PRODUCTS = 8, VECTOR_ROWS = 512, REST = 256 };
 
 size_t fm_matrix_bytes(const fm_matrix *w) {
     const size_t weights = (size_t)w->rows * w->cols;
     return w->dtype == FM_Q4 ? weights / (FM_BLOCK_ROWS * FM_BLOCK_COLS) * FM_BLOCK_BYTES : weights * sizeof(float);
 }
 
-void fm_multiply(const fm_engine *e, const fm_matrix *w, int index, int row0, int row1, const fm_input *in,
+/* The product with inputs of two terms: both go through the weights in one pass, and their results are added. */
+static void multiply_refined(const fm_engine *e, int worker, const fm_block_q4 *w, int cols, int row0, int row1,
+                             const fm_q8 *q, const int32_t *rows, int tokens, float *y, size_t ldy) {
+    const int width = row1 - row0;
+    const int most = fm_least(FM_SPARE_FLOATS / (2 * width), FM_EXPERT_TOKENS / 2);
+    float *part = fm_worker_spare(e, worker);
+    for (int begin = 0; begin < tokens; begin += most) {
+        const int count = fm_least(most, tokens - begin);
+        int32_t terms[FM_EXPERT_TOKENS];
+        for (int t = 0; t < count; t++) {
+            const int32_t row = rows ? rows[begin + t] : begin + t;
+            terms[2 * t] = 2 * row;
+            terms[2 * t + 1] = 2 * row + 1;
+        }
+        e->kernels.q4_matmul(w, cols, row0 / FM_BLOCK_ROWS, row1 / FM_BLOCK_ROWS, q, terms, 2 * count, part,
+                             (size_t)width);
+        for (int t = 0; t < count; t++) {
+            const float *coarse = part + (size_t)2 * t * width, *fine = coarse + width;
+            float *out = y + (size_t)(begin + t) * ldy;
+            for (int i = 0; i < width; i++) out[i] = coarse[i] + fine[i];
+        }
+    }
+}
+
+void fm_multiply(const fm_engine *e, int worker, const fm_matrix *w, int index, int row0, int row1, const fm_input *in,
                  const int32_t *rows, int tokens, float *y, size_t ldy) {
     const char *data = (const char *)w->data + (size_t)index * fm_matrix_bytes(w);
-    if (w->dtype == FM_Q4)
+    if (w->dtype == FM_Q4 && e->refined)
+        multiply_refined(e, worker, (const fm_block_q4 *)data, w->cols, row0, row1, &in->q, rows, tokens, y, ldy);
+    else if (w->dtype == FM_Q4)
         e->kernels.q4_matmul((const fm_block_q4 *)data, w->cols, row0 / FM_BLOCK_ROWS, row1 / FM_BLOCK_ROWS, &in->q,
                              rows, tokens, y, ldy);
     else
         e->kernels.f32_matmul((const float *)data, w->cols, row0, row1, in->x, in->ld, rows, tokens, y, ldy);
 }
 
+static void quantize_to(const fm_engine *e, fm_input *in, int row, int col, const float *x, int n) {
+    const size_t at = (size_t)row * in->q.cols + col;
+    e->kernels.quantize_q8(x, n, in->q.q + at, in->q.scale + at / FM_GROUP, in->q.correction + at / FM_GROUP);
+}
+
 void fm_quantize(const fm_engine *e, fm_input *in, int row, int col, int n) {
     if (!e->quantized) return;
-    const size_t groups = (size_t)in->q.cols / FM_GROUP, group = (size_t)row * groups + (size_t)(col / FM_GROUP);
-    e->kernels.quantize_q8(in->x + (size_t)row * in->ld + col, n, in->q.q + (size_t)row * in->q.cols + col,
-                           in->q.scale + group, in->q.correction + group);
+    const float *x = in->x + (size_t)row * in->ld + col;
+    if (!e->refined) {
+        quantize_to(e, in, row, col, x, n);
+        return;
+    }
+    quantize_to(e, in, 2 * row, col, x, n);
+    for (int begin = 0; begin < n; begin += REST) {
+        const int width = fm_least(REST, n - begin), at = col + begin;
+        const int8_t *q = in->q.q + (size_t)2 * row * in->q.cols + at;
+        const float *scale = in->q.scale + ((size_t)2 * row * in->q.cols + at) / FM_GROUP;
+        float rest[REST];
+        for (int i = 0; i < width; i++) rest[i] = x[begin + i] - scale[i / FM_GROUP] * (float)q[i];
+        quantize_to(e, in, 2 * row + 1, at, rest, width);
+    }
 }
 
 typedef struct {
@@ -67,19 +109,19 @@ static void product_tile(void *arg, int item, int worker) {
         float *tile = fm_worker_scratch(e, worker);
         for (int begin = 0; begin < e->tokens; begin += FM_EXPERT_TOKENS) {
             const int tokens = fm_least(FM_EXPERT_TOKENS, e->tokens - begin), width = row1 - row0;
-            fm_multiply(e, p->matrix, 0, row0, row1, job->in, e->every_token + begin, tokens, tile, (size_t)width);
+            fm_multiply(e, worker, p->matrix, 0, row0, row1, job->in, e->every_token + begin, tokens, tile, (size_t)width);
             for (int t = 0; t < tokens; t++)
                 e->ops->axpy(1.0f, tile + (size_t)t * width, width, p->out + (size_t)(begin + t) * p->ld + row0);
         }
     } else {
-        fm_multiply(e, p->matrix, 0, row0, row1, job->in, NULL, e->tokens, p->out + row0, p->ld);
+        fm_multiply(e, worker, p->matrix, 0, row0, row1, job->in, NULL, e->tokens, p->out + row0, p->ld);
     }
     if (p->finish) p->finish(p->arg, row0, row1, p->out + row0);
 }
 
 /* Rows of an item: enough items that no thread waits long for the last, and long streams: a short one costs the memory
  * its start, and many tokens are laid side by side once an item. A float row weighs as much as seven packed ones. */
-int fm_item_rows(const fm_engine *e, const fm_matrix *w, int rows_of_job) {
+static int item_rows(const fm_engine *e, const fm_matrix *w, int rows_of_job) {
     if (w->dtype == FM_F32 && e->quantized) return FM_BLOCK_ROWS;
     const int rows = rows_of_job / (8 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
     return rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, e->tokens == 1 ? VECTOR_ROWS : FM_TILE_ROWS);
@@ -96,7 +138,7 @@ void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *product
     int rows = 0;
     for (int i = 0; i < count; i++) rows += products[i].matrix->rows;
     for (int i = 0; i < count; i++) {
-        job.step[i] = fm_item_rows(e, products[i].matrix, rows);
+        job.step[i] = item_rows(e, products[i].matrix, rows);
         job.first_item[i + 1] = job.first_item[i] + fm_blocks(products[i].matrix->rows, job.step[i]);
     }
     fm_parallel_for(e->pool, job.first_item[count], product_tile, &job);
