@@ -154,7 +154,10 @@ class ModelCache:
 
     def clear(self, scope: bytes | None) -> int:
         """See CacheControl."""
-        self.interrupted = None
+        left = self.interrupted
+        if left is not None and scope in (None, left.key.namespace.scope):
+            self.interrupted = None
+            left.parked.drop()
         return self.prefix.clear(scope_tag=self._tag(scope))
 
     def covered(self, prompt: Prompt, options: CacheOptions) -> int:
@@ -312,7 +315,7 @@ class PromptRun:
         """Prefill was given up in the middle of a segment: what stays is how far the one before it came. The state is
         void afterwards."""
         if self._checkpoint is not None:
-            self._checkpoint.keep(self._new_shadow_tokens(self._last_kept))
+            self._checkpoint.keep(self._new_shadow_tokens(self._checkpoint.position))
             self._checkpoint = None
 
     def ended(self, generated: Sequence[int]) -> None:
@@ -371,6 +374,7 @@ def _fingerprint(weights: Weights, config: EngineConfig, card: str) -> bytes:
     """Everything but tokens that decides the bits of a state."""
     parts: dict[str, str | bytes | int | float | bool] = {
         "weights": weights.file.sampled_digest(),
+        "files": weights.file.stamp(),
         "model": repr(weights.config),
         "compute": config.compute,
         "tier": resolve_tier(config.simd_tier),
@@ -384,8 +388,14 @@ def _fingerprint(weights: Weights, config: EngineConfig, card: str) -> bytes:
 
 
 def _disk(settings: CacheSettings) -> DiskConfig | None:
-    directory = settings.directory or default_directory()
-    size = default_disk_bytes(directory) if settings.disk_bytes is None else settings.disk_bytes
+    if settings.disk_bytes == 0:
+        return None
+    try:
+        directory = settings.directory or default_directory()
+        size = default_disk_bytes(directory) if settings.disk_bytes is None else settings.disk_bytes
+    except (CacheError, OSError) as error:
+        log.warning("The prefix cache keeps nothing on disk: %s.", error)
+        return None
     return DiskConfig(directory, size) if size > 0 else None
 
 
@@ -426,7 +436,7 @@ def _size(count: int) -> str:
 
 def list_folders(directory: Path | None) -> tuple[Path, list[FolderInfo]]:
     """The cache directory (None: the user's) and what each model has in it. ConfigError if it cannot be read."""
-    place = directory or default_directory()
+    place = _place(directory)
     try:
         return place, list_directory(place)
     except OSError as error:
@@ -435,8 +445,15 @@ def list_folders(directory: Path | None) -> tuple[Path, list[FolderInfo]]:
 
 def clear_folders(directory: Path | None) -> tuple[int, list[str]]:
     """Delete all models' folders that no process uses: (bytes freed, folders left). ConfigError as above."""
-    place = directory or default_directory()
+    place = _place(directory)
     try:
         return clear_directory(place)
     except OSError as error:
         raise ConfigError(f"cache directory {place}: {error.strerror}") from error
+
+
+def _place(directory: Path | None) -> Path:
+    try:
+        return directory or default_directory()
+    except CacheError as error:
+        raise ConfigError(f"cache directory: {error}") from None

@@ -223,7 +223,7 @@ class ModelFile:
 
     def sampled_digest(self) -> bytes:
         """Tells checkpoints apart without reading them whole: over names, types, shapes, and the beginning, middle and
-        end of every tensor. 32 bytes; independent of path and time."""
+        end of every tensor. 32 bytes; independent of path and time, and so blind for changes elsewhere."""
         digest = hashlib.blake2b(digest_size=32)
         for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
@@ -232,6 +232,11 @@ class ModelFile:
             for part in (data[:_SAMPLE_BYTES], data[middle : middle + _SAMPLE_BYTES], data[-_SAMPLE_BYTES:]):
                 digest.update(part.tobytes())
         return digest.digest()
+
+    def stamp(self) -> str:
+        """Length and time of the last change of every file: changes where `sampled_digest` does not look, too."""
+        found = [(path.name, path.stat()) for path in sorted(self.files)]
+        return ", ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found)
 
     def get(self, name: str) -> StoredTensor:
         """ModelFileError if there is none."""

@@ -101,10 +101,16 @@ class Checkpoint:
     def __init__(self, cache: PrefixCache, entry: Entry) -> None:
         self._cache, self._entry = cache, entry
 
+    @property
+    def position(self) -> int:
+        """Tokens that it covers."""
+        return self._entry.position
+
     def keep(self, shadow_tokens: int = 0) -> bool:
         """Make it an ordinary snapshot. shadow_tokens: see `PrefixCache.store`. False: it was evicted meanwhile."""
         with self._cache._index.lock:
             if self._entry not in self._cache._index.entries:
+                self._cache.stats.shadow_wasted_tokens += shadow_tokens
                 return False
             self._entry.shadow_tokens = shadow_tokens
             self._cache._settle(self._entry)
@@ -123,6 +129,12 @@ class Parked:
 
     def __init__(self, cache: PrefixCache, blocks: list[int], nbytes: int) -> None:
         self._cache, self.blocks, self._nbytes = cache, blocks, nbytes
+
+    def drop(self) -> None:
+        """Give up the memory. May be called at any time, and twice."""
+        with self._cache._index.lock:
+            if self._cache._index.parked is self:
+                self._cache._index.drop_parked()
 
     def restore(self, targets: Sequence[npt.NDArray[np.generic]]) -> bool:
         """Fill C-contiguous arrays of the sizes that were parked, and give up the memory. False, and nothing filled:
@@ -318,8 +330,9 @@ class PrefixCache:
         self, key: PromptKey, source: StateSource, position: int, exact_tokens: int, replaces: Checkpoint | None
     ) -> Checkpoint | None:
         """Like `store`, of a prefill that goes on: a snapshot that stands ready in case it is given up. Its memory is
-        that of the checkpoint which it replaces. None: there is a snapshot already, or no room."""
-        entry = self._take(key, source, Kind.CANCEL, position, exact_tokens, replaces)
+        that of the checkpoint which it replaces. None: there is a snapshot already, or no room. One that decoding took
+        part in is replaced for good."""
+        entry = self._take(key, source, Kind.CANCEL, position, exact_tokens, replaces, passing=True)
         if not isinstance(entry, Stored):
             return Checkpoint(self, entry)
         if entry is Stored.EXISTS and replaces is not None:
@@ -369,7 +382,10 @@ class PrefixCache:
         position: int,
         exact_tokens: int,
         replaces: Checkpoint | None,
+        *,
+        passing: bool = False,
     ) -> Entry | Stored:
+        """passing: the snapshot is to go again, unless (STORED) it took the place of one that was to stay."""
         if not 0 < position <= key.tokens:
             raise CacheError(f"snapshot position is {position}, expected 1..{key.tokens}")
         for layer, at in enumerate(source.layer_positions()):
@@ -427,6 +443,10 @@ class PrefixCache:
             if node.ghosts is not None and tail_key in node.ghosts:
                 self._index.forget(node.ghosts[tail_key], prune=False)
             self._index.add(entry)
+            if old is not None and passing:
+                entry.kind = old.kind
+                self._settle(entry)
+                return Stored.STORED
         return entry
 
     def _keeps_existing(self, key: PromptKey, nodes: list[Node], tail_key: bytes, exact_pages: int) -> bool:
@@ -503,9 +523,11 @@ class PrefixCache:
 
     def clear(self, *, scope_tag: bytes | None = None) -> int:
         """Delete all snapshots (of one scope) and what is remembered of evicted ones, pins included, in RAM and on
-        disk. Leases stay valid. Returns the number of snapshots deleted."""
+        disk. Leases stay valid, and what is parked stays to those who parked it unless all is deleted. Returns the
+        number of snapshots deleted."""
         with self._index.lock:
-            self._index.drop_parked()
+            if scope_tag is None:
+                self._index.drop_parked()
             entries = [e for e in self._index.entries if scope_tag in (None, e.node.root.scope_tag)]
             for entry in entries:
                 self._index.remove(entry, remember=False)
@@ -539,8 +561,8 @@ class PrefixCache:
 
     def check_integrity(self) -> list[str]:
         """Recount everything from the index; returns what is wrong (nothing, unless there is a bug or someone
-        changed the folder). Call it while no other thread uses the cache."""
-        with self._index.lock:
+        changed the folder). Waits for the write in progress; no other thread may use the cache meanwhile."""
+        with self._writer.at_rest(), self._index.lock:
             return check(self._index)
 
 

@@ -71,13 +71,20 @@ def default_ram_bytes() -> int:
 
 
 def default_directory() -> Path:
-    """`prefix` in fermion's folder of the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
+    """`prefix` in fermion's folder of the user's cache directory (XDG_CACHE_HOME, else ~/.cache).
+
+    Raises CacheError for a user without a home.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fermion" / "prefix"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "fermion" / "prefix"
+    except RuntimeError:
+        raise CacheError("this user has no home directory, and XDG_CACHE_HOME is not set") from None
 
 
 def default_disk_bytes(directory: Path) -> int:
-    """A tenth of the file system or half of what is free, whichever is less; at most 100 GiB, at least 0."""
+    """A tenth of the file system or half of what is free, whichever is less; at most 100 GiB, at least 0. Raises
+    OSError where the directory, or what there is of the way to it, cannot be looked at."""
     probe = directory
     while not probe.exists():
         probe = probe.parent

@@ -221,6 +221,11 @@ class DiskTier:
         self._budget_at = now
         if nbytes > self._budget:
             self.stats.disk_skipped_budget += 1
+            if self.stats.disk_skipped_budget == 1:
+                log.warning(
+                    "prefix cache: %s has taken the %d bytes that it may in one go; writing goes on at %d bytes a day",
+                    self.folder, self.config.write_burst_bytes, self.config.write_bytes_per_day,
+                )  # fmt: skip
             return False
         try:
             free = self.files.free_bytes(self.folder)
@@ -229,6 +234,12 @@ class DiskTier:
             return False
         if free - nbytes < self.config.free_floor_bytes:
             self.stats.disk_skipped_space += 1
+            if self.stats.disk_skipped_space == 1:
+                log.warning(
+                    "prefix cache: %d bytes are free in %s, of which %d are left to others; nothing is written until "
+                    "there are more",
+                    free, self.folder, self.config.free_floor_bytes,
+                )  # fmt: skip
             return False
         self._budget -= nbytes
         return True

@@ -154,6 +154,13 @@ def _checked_body(data: bytes, magic: bytes, file_bytes: int) -> bytes:
 def decode_pack(data: bytes, file_bytes: int) -> PackHeader:
     """Parse prefix and body (`data` may go on beyond). Raises FileRejected."""
     body = _checked_body(data, PACK_MAGIC, file_bytes)
+    try:
+        return _pack_header(body)
+    except struct.error as error:
+        raise FileRejected(f"header is not one of this build: {error}") from None
+
+
+def _pack_header(body: bytes) -> PackHeader:
     (fp, root, scope, parent, parent_variant, first_depth, count, page_bytes, path_bytes, path) = _PACK.unpack_from(
         body
     )
@@ -170,6 +177,13 @@ def decode_pack(data: bytes, file_bytes: int) -> PackHeader:
 def decode_snapshot(data: bytes, file_bytes: int) -> SnapshotHeader:
     """Parse prefix and body (`data` may go on beyond). Raises FileRejected."""
     body = _checked_body(data, SNAPSHOT_MAGIC, file_bytes)
+    try:
+        return _snapshot_header(body)
+    except (struct.error, ValueError) as error:  # also of a kind that a later build has
+        raise FileRejected(f"header is not one of this build: {error}") from None
+
+
+def _snapshot_header(body: bytes) -> SnapshotHeader:
     (
         fp, root, scope, leaf, leaf_variant, depth, position, rope_delta, exact_pages, kind, has_tail, created,
         recurrent, page_bytes, tail_bytes, count, path_bytes, path,

@@ -305,9 +305,10 @@ class Index:
             self.arena.release(self.parked.blocks)
             self.parked = None
 
-    @staticmethod
-    def _may_leave_ram(entry: Entry) -> bool:
-        return entry.ram is not None and entry.ram.refs == 1 and (not entry.pinned or entry.disk is not None)
+    def _may_leave_ram(self, entry: Entry) -> bool:
+        if entry.ram is None or entry.ram.refs != 1:
+            return False
+        return not entry.pinned or (entry.disk is not None and self.disk is not None and self.disk.readable)
 
     def _held_blocks(self, victims: set[Entry]) -> int:
         """Blocks that would stay if all victims left: everything reserved that no victim alone holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from .disk import PACK_PAGES, DiskTier, PageToWrite
 from .index import Index
 from .key import PAGE_TOKENS
 from .snapshot import EXACT, DiskCopy, DiskPage, Entry, Pack, RamCopy, RamPage, page_chain
+
+log = logging.getLogger("fermion.prefix_cache")
 
 _PRESSURE = 0.25
 
@@ -40,6 +43,10 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def at_rest(self) -> threading.Lock:
+        """Held while a snapshot is being written: who has it knows that none is."""
+        return self._writing
 
     def enqueue(self, entry: Entry) -> None:
         """Have a snapshot written, unless it never can be. The caller holds the lock."""
@@ -98,7 +105,9 @@ class Writer:
                 if allowed:
                     done = self._write_files(disk, entry, copy, chain, base, first, written)
             except OSError:
-                done = None
+                pass  # the tier has said so, and is off
+            except Exception:
+                log.exception("prefix cache: a snapshot of %d tokens could not be written", entry.position)
             with self._index.lock:
                 if done is None or entry not in self._index.entries:
                     for name, size, _ in written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -257,6 +258,20 @@ def test_what_is_parked_makes_room_for_snapshots(load: Load, plain: Engine) -> N
     assert results == run(plain, request(turn(3, 1000)))[0]
 
 
+@pytest.mark.parametrize(("tenant", "carried"), [(b"a", 0), (b"b", 128 * 2 // 4)])
+def test_tenants_drop_their_own_interrupted_passes_only(load: Load, plain: Engine, tenant: bytes, carried: int) -> None:
+    engine = load()
+    wanted = request(turn(3, 1000), scope=b"a")
+    cancel_after(engine, wanted, 2 * 5 + 2)
+    assert engine.cache is not None
+    engine.cache.clear(tenant)
+    assert (engine.cache.gauges()["ram_bytes"] == 0) == (carried == 0)
+    results, report = run(engine, wanted)
+    assert report is not None
+    assert report.carried == carried
+    assert results == run(plain, wanted)[0]
+
+
 def integrity(engine: Engine) -> list[str]:
     control: Any = engine.cache
     problems: list[str] = control.prefix.check_integrity()
@@ -326,6 +341,29 @@ def test_restart_and_other_models(load: Load, checkpoint: Path, tmp_path: Path) 
         assert position(changed, wanted) == 0
 
 
+def test_a_change_where_nobody_looks_is_another_model(load: Load, checkpoint: Path, tmp_path: Path) -> None:
+    """One nibble, in the middle of a tensor that is only sampled."""
+    place = shutil.copytree(checkpoint, tmp_path / "edited")
+    file = place / "model.safetensors"
+    settings = CacheSettings(RAM, 64 << 20, tmp_path / "prefix")
+    wanted = request(turn(1, 200), turn(2, 100))
+    with Engine.load(place, config(cache=settings)) as engine:
+        run(engine, wanted)
+    weights = load_weights(place, ModelConfig.load(place))
+    name = "model.language_model.embed_tokens.weight"
+    digest = weights.file.sampled_digest()
+    data = bytearray(file.read_bytes())
+    at = data.find(weights.file.tensors[name].data.tobytes()) + 10_000
+    data[at] ^= 1
+    before = file.stat()
+    file.unlink()
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert load_weights(place, ModelConfig.load(place)).file.sampled_digest() == digest
+    with Engine.load(place, config(cache=settings)) as engine:
+        assert position(engine, wanted) == 0
+
+
 def test_fingerprints_tell_apart_what_changes_bits(checkpoint: Path, tmp_path: Path) -> None:
     def folder(**more: Any) -> str:
         place = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -389,6 +427,25 @@ def test_too_little_memory(load: Load, checkpoint: Path, monkeypatch: pytest.Mon
     assert cache_bytes(weights, wanted) >= 64 << 20
     monkeypatch.setattr("engine.placement.available_bytes", lambda: 2 << 20)
     assert cache_bytes(weights, wanted) == 0
+
+
+def test_a_user_without_a_home_has_nothing_on_disk(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with Engine.load(checkpoint, config(cache=CacheSettings(RAM))) as engine:
+        assert engine.cache is not None
+        assert engine.cache.gauges()["disk_readable"] == 0
+        run(engine, request(turn(1, 200)))
+        assert position(engine, request(turn(1, 200))) > 0
+    assert "nothing on disk: this user has no home directory, and XDG_CACHE_HOME is not set" in caplog.text
+    for look in (list_folders, clear_folders):
+        with pytest.raises(ConfigError, match="this user has no home directory"):
+            look(None)
 
 
 def opened(*turns: list[int]) -> list[int]:

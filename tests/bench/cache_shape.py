@@ -4,6 +4,8 @@ A prompt is read cold, again from memory, and again from disk by an engine that 
 the system's cache. Times are to the first token. Weights may be random: `fermion bench make-synthetic`.
 
     python tests/bench/cache_shape.py CHECKPOINT [--tokens 2000] [--repeats 5] [--directory DIR]
+    python tests/bench/cache_shape.py CHECKPOINT --directory DIR --part memory    # and then, DIR being left as it is,
+    python tests/bench/cache_shape.py CHECKPOINT --directory DIR --part disk
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from engine.engine import Engine
 from engine.tokenizer import Tokenizer
 from prefix_cache import PrefixCache
 
-CAPTURE_TOKENS = 512
+TOUCH_TOKENS = 512
 REFERENCE_DISK = 2e9
 
 
@@ -36,21 +38,20 @@ class Capture:
     """Seconds that snapshots take on the way of a prefill."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.count = 0
+        self.reset()
         plain = PrefixCache._take
 
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             started = time.perf_counter()
-            result = plain(*arguments)
-            self.seconds += time.perf_counter() - started
-            self.count += 1
+            result = plain(*arguments, **named)
+            seconds = time.perf_counter() - started
+            self.seconds, self.count, self.longest = self.seconds + seconds, self.count + 1, max(self.longest, seconds)
             return result
 
         PrefixCache._take = timed  # type: ignore[method-assign]
 
     def reset(self) -> None:
-        self.seconds, self.count = 0.0, 0
+        self.seconds, self.count, self.longest = 0.0, 0, 0.0
 
 
 def prompt(tokenizer: Tokenizer, tokens: int, seed: int) -> Prompt:
@@ -102,62 +103,82 @@ def disk_rate(directory: Path) -> float:
     return total / (time.perf_counter() - started)
 
 
+def measure_memory(checkpoint: Path, config: EngineConfig, text: Prompt, repeats: int) -> dict[str, float]:
+    """Cold, and again from memory. What was captured is on disk afterwards."""
+    capture = Capture()
+    warm, steps = [], []
+    with Engine.load(checkpoint, config) as engine:
+        # Touches all weights once, so that nothing below waits for them.
+        ask(engine, prompt(Tokenizer.load(checkpoint), TOUCH_TOKENS, 3), 2, read=False, write=False)
+        capture.reset()
+        (cold,), _ = ask(engine, text)
+        seconds, count, longest = capture.seconds, capture.count, capture.longest
+        for _ in range(repeats):
+            (first, *more), report = ask(engine, text, 9)
+            assert (report.tier, report.recomputed) == ("ram", 2), report
+            warm.append(first)
+            steps += more
+        layers = engine.model.num_hidden_layers
+    return {
+        "layers": layers,
+        "tokens": len(text.token_ids),
+        "cold_s": cold,
+        "decode_step_s": statistics.median(steps),
+        "warm_ram_s": statistics.median(warm),
+        "ram_load_s": report.load_s,
+        "cold_over_warm_ram": cold / statistics.median(warm),
+        "captures": count,
+        "capture_ms": 1e3 * seconds / max(1, count),
+        "capture_ms_longest": 1e3 * longest,
+        "capture_share": seconds / cold,
+    }
+
+
+def measure_disk(checkpoint: Path, config: EngineConfig, text: Prompt, repeats: int, place: Path) -> dict[str, float]:
+    """Again from disk, by engines that have just started."""
+    rate = disk_rate(place)
+    times, loads = [], []
+    for _ in range(repeats):
+        forget(place)
+        with Engine.load(checkpoint, config) as engine:
+            ask(engine, prompt(Tokenizer.load(checkpoint), 64, 4), 2, read=False, write=False)
+            assert engine.cache is not None
+            before: Any = dict(engine.cache.counters())
+            (seconds,), report = ask(engine, text, write=False)
+            assert (report.tier, report.recomputed) == ("disk", 2), report
+            after: Any = engine.cache.counters()
+            loaded = after["loaded_bytes"] - before["loaded_bytes"]
+        times.append(seconds)
+        loads.append(report.load_s)
+    seconds, load_s = statistics.median(times), statistics.median(loads)
+    return {
+        "warm_disk_s": seconds,
+        "disk_load_s": load_s,
+        "loaded_mib": loaded / 2**20,
+        "disk_gb_per_s": rate / 1e9,
+        "warm_disk_at_2_gb_per_s_s": seconds - loaded / rate + loaded / REFERENCE_DISK,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="where to put the temporary disk tier (default: system's)")
+    parser.add_argument("--part", choices=["memory", "disk"], help="one half, with the disk tier in --directory itself")
     arguments = parser.parse_args()
-    tokenizer = Tokenizer.load(arguments.checkpoint)
-    capture = Capture()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        place = Path(directory)
+    if arguments.part and arguments.directory is None:
+        parser.error("--part needs --directory, where the first half leaves what the second one reads")
+    text = prompt(Tokenizer.load(arguments.checkpoint), arguments.tokens, 1)
+    result: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as temporary:
+        place = arguments.directory if arguments.part else Path(temporary)
         config = EngineConfig(context_length=arguments.tokens + 512, cache=CacheSettings(1 << 30, 8 << 30, place))
-        text, other = (prompt(tokenizer, arguments.tokens, seed) for seed in (1, 2))
-        with Engine.load(arguments.checkpoint, config) as engine:
-            # Touches all weights once, so that nothing below waits for them.
-            ask(engine, prompt(tokenizer, CAPTURE_TOKENS, 3), 2, read=False, write=False)
-            capture.reset()
-            (cold, *_), _ = ask(engine, text)
-            capture_s, captures = capture.seconds, capture.count
-            first, *steps = ask(engine, other, 9, read=False, write=False)[0]
-            warm = []
-            for _ in range(arguments.repeats):
-                (seconds,), report = ask(engine, text)
-                assert (report.tier, report.recomputed) == ("ram", 2), report
-                warm.append(seconds)
-            ram_load = report.load_s
-        rate = disk_rate(place)
-        from_disk = []
-        for _ in range(arguments.repeats):
-            forget(place)
-            with Engine.load(arguments.checkpoint, config) as engine:
-                ask(engine, prompt(tokenizer, 64, 4), 2, read=False, write=False)
-                before: Any = dict(engine.cache.counters()) if engine.cache is not None else {}
-                (seconds,), report = ask(engine, text, write=False)
-                assert (report.tier, report.recomputed) == ("disk", 2), report
-                after: Any = engine.cache.counters() if engine.cache is not None else {}
-                loaded = after["loaded_bytes"] - before["loaded_bytes"]
-            from_disk.append((seconds, report.load_s))
-    disk_s, load_s = (statistics.median(column) for column in zip(*from_disk, strict=True))
-    result = {
-        "layers": engine.model.num_hidden_layers,
-        "tokens": arguments.tokens,
-        "cold_s": cold,
-        "cold_without_writing_s": first,
-        "decode_step_s": statistics.median(steps),
-        "warm_ram_s": statistics.median(warm),
-        "ram_load_s": ram_load,
-        "warm_disk_s": disk_s,
-        "disk_load_s": load_s,
-        "loaded_mib": loaded / 2**20,
-        "disk_gb_per_s": rate / 1e9,
-        "warm_disk_at_2_gb_per_s_s": disk_s - loaded / rate + loaded / REFERENCE_DISK,
-        "captures": captures,
-        "capture_ms": 1e3 * capture_s / max(1, captures),
-        "capture_share": capture_s / cold,
-    }
+        if arguments.part != "disk":
+            result |= measure_memory(arguments.checkpoint, config, text, arguments.repeats)
+        if arguments.part != "memory":
+            result |= measure_disk(arguments.checkpoint, config, text, arguments.repeats, place)
     for name, value in result.items():
         print(f"{name:28}{value:10.4f}")
     print(json.dumps({name: round(value, 5) for name, value in result.items()}))

@@ -76,6 +76,45 @@ def test_only_a_kept_checkpoint_counts_and_reaches_the_disk(tmp_path):
     assert not checkpoint.keep()
 
 
+def test_a_checkpoint_on_top_of_a_snapshot_replaces_it_for_good(tmp_path):
+    """What decoding made is pinned; a prefill comes by, and goes on."""
+    cache = make_cache(disk=disk_config(tmp_path))
+    key = make_key(IDS)
+    store(cache, key, STEP, exact=PAGE_TOKENS, kind=Kind.REPLY)
+    cache.flush()
+    assert cache.pin(cache.inspect()[0].id)
+    first = advance(cache, PAGE_TOKENS, None)
+    assert advance(cache, STEP, first) is None
+    (info,) = cache.inspect()
+    assert (info.position, info.kind, info.provenance, info.pinned) == (STEP, "reply", "prefill", True)
+    third = advance(cache, 2 * STEP, None)
+    third.drop()
+    assert [info.position for info in cache.inspect()] == [STEP]
+    cache.flush()
+    assert cache.gauges()["snapshots_disk"] == 1
+    assert hit(cache, key, exact=True) == STEP
+    assert cache.check_integrity() == []
+
+
+def test_what_was_computed_for_a_checkpoint_that_is_gone_is_wasted():
+    cache = make_cache()
+    checkpoint = advance(cache, STEP, None)
+    cache.clear()
+    assert not checkpoint.keep(70)
+    assert shadow_counts(cache) == (0, 0, 70)
+
+
+def test_what_is_parked_is_dropped_by_its_owner_and_by_nobody_elses_clear():
+    cache = make_cache()
+    parked = cache.park([np.arange(70, dtype=np.uint8)])
+    cache.clear(scope_tag=make_key(IDS, scope=b"someone").namespace.scope_tag())
+    assert cache.gauges()["ram_bytes"] == 2 * SMALL.page_bytes
+    parked.drop()
+    parked.drop()
+    assert cache.gauges()["ram_bytes"] == 0
+    assert not parked.restore([np.zeros(70, np.uint8)])
+
+
 def test_parked_bytes_come_back_once_and_make_room_first():
     cache = make_cache(blocks=20)
     arrays = [np.arange(50, dtype=np.uint8), np.arange(12, dtype=np.float32).reshape(3, 4)]

@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import os
@@ -372,6 +373,22 @@ def test_older_format_version_is_removed(tmp_path):
     assert files_in(tmp_path) == []
 
 
+def test_a_kind_of_snapshot_that_a_later_build_has_is_no_failure(tmp_path, monkeypatch):
+    filled(tmp_path, positions=(200,))
+    path = next(p for p in files_in(tmp_path) if p.suffix == ".snap")
+    data = path.read_bytes()
+    header = fmt.decode_snapshot(data, len(data))
+    monkeypatch.setattr(fmt, "Kind", lambda value: value)
+    later = dataclasses.replace(header, kind=200)
+    start = fmt.payload_start(fmt.body_length(data, fmt.SNAPSHOT_MAGIC, len(data)), header.path_bytes)
+    stored = make_key(IDS).path(3)
+    path.write_bytes(fmt.encode_snapshot(later, stored) + data[start:])
+    monkeypatch.undo()
+    cache = reopened(tmp_path)
+    assert cache.stats.disk_corrupt == 1
+    assert hit(cache, make_key(IDS)) == 0
+
+
 def test_other_payload_sizes_under_the_same_fingerprint_are_refused(tmp_path):
     filled(tmp_path)
     cache = make_cache(80, MEBIBYTE, disk=disk_config(tmp_path))
@@ -476,6 +493,42 @@ def test_after_a_read_error_memory_takes_what_the_disk_still_claims_to_have(tmp_
     assert cache.check_integrity() == []
 
 
+def test_what_is_pinned_stays_in_memory_when_the_disk_has_failed(tmp_path):
+    files = BrokenFiles(errno.EIO, "read_into")
+    cache = make_cache(blocks=40, disk=disk_config(tmp_path), files=files)
+    store(cache, make_key(IDS), 300)
+    store(cache, make_key(tokens(200, 50)), 200)
+    cache.flush()
+    assert cache.pin(cache.inspect(make_key(IDS))[0].id)
+    for seed in range(1, 5):
+        store(cache, make_key(tokens(400, seed)), 400)
+    assert not cache.inspect(make_key(IDS))[0].in_ram  # the disk has it
+    assert hit(cache, make_key(IDS)) == 300
+    files.armed = True
+    assert hit(cache, make_key([*tokens(200, 50), 1])) == 0
+    assert cache.gauges()["disk_readable"] == 0
+    for seed in range(1, 12):
+        store(cache, make_key(tokens(400, seed)), 400)
+    assert hit(cache, make_key(IDS)) == 300
+    assert cache.check_integrity() == []
+
+
+def test_an_unexpected_error_while_writing_costs_one_snapshot_and_no_memory(tmp_path, caplog, monkeypatch):
+    cache = make_cache(disk=disk_config(tmp_path))
+    store(cache, make_key(IDS), 300)
+    held = cache.gauges()["ram_bytes"]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._index.disk, "checksums", lambda payload: (_ for _ in ()).throw(MemoryError))
+        cache.flush()
+    assert "a snapshot of 300 tokens could not be written" in caplog.text
+    assert files_in(tmp_path) == []
+    store(cache, make_key(IDS), 700)
+    cache.flush()
+    assert [info.position for info in cache.inspect() if info.on_disk] == [700]
+    assert cache.gauges()["ram_bytes"] > held
+    assert cache.check_integrity() == []
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 @pytest.mark.parametrize("method", ["create", "write_all", "rename", "free_bytes"])
 def test_write_error_turns_the_tier_off_once_and_requests_go_on(tmp_path, caplog, code, method):
@@ -529,17 +582,19 @@ def test_read_error_is_a_miss_and_turns_the_tier_off(tmp_path, caplog, method):
     assert hit(cache, make_key(IDS)) == 800
 
 
-def test_free_space_floor_is_kept(tmp_path):
+def test_free_space_floor_is_kept(tmp_path, caplog):
     class Nearly(Files):
         def free_bytes(self, path):
             return 10_000
 
     cache = make_cache(disk=disk_config(tmp_path, free_floor_bytes=9_500), files=Nearly())
-    store(cache, make_key(IDS), 500)
-    cache.flush()
+    for position in (500, 600):
+        store(cache, make_key(IDS), position)
+        cache.flush()
     assert files_in(tmp_path) == []
-    assert cache.stats.disk_skipped_space == 1
+    assert cache.stats.disk_skipped_space == 2
     assert cache.gauges()["disk_writable"] == 1
+    assert len([r for r in caplog.records if "10000 bytes are free" in r.message]) == 1
 
 
 @pytest.mark.parametrize("exists", [False, True])
