@@ -42,13 +42,16 @@ class CacheList:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cache, tenant = _control(self._service), tenant_of(scope)
         if scope["method"] == "DELETE":
-            self._service.worker.forget_ahead(tenant)
-            self._service.prompts.forget(tenant)
-            deleted = await asyncio.to_thread(cache.clear, tenant)
+            deleted = await asyncio.to_thread(self._delete, cache, tenant)
             await send_json(send, {"object": "cache.deleted", "deleted": deleted})
         else:
             entries = await asyncio.to_thread(cache.entries, tenant, _MAX_LISTED)
             await send_json(send, {"object": "list", "data": [_snapshot(entry) for entry in entries]})
+
+    def _delete(self, cache: CacheControl, tenant: bytes) -> int:
+        self._service.worker.forget_ahead(tenant)
+        self._service.prompts.forget(tenant)
+        return cache.clear(tenant)
 
 
 def _snapshot(entry: CacheEntry) -> dict[str, Any]:

@@ -140,11 +140,14 @@ class EngineWorker:
         return len(self._sequels) + int(self._reading is not None)
 
     def forget_ahead(self, tenant: bytes) -> None:
-        """Read nothing ahead any more of the conversations so far of one tenant."""
+        """Read nothing ahead any more of the conversations so far of one tenant. Blocks until what is being read has
+        ended, by the end of the layer, so that it leaves nothing behind afterwards."""
         with self._changed:
             self._sequels = [ahead for ahead in self._sequels if ahead.sequel.tenant != tenant]
-            if self._reading is not None and self._reading.sequel.tenant == tenant:
-                self._reading.is_unwanted = True
+            reading = self._reading
+            if reading is not None and reading.sequel.tenant == tenant:
+                reading.is_unwanted = True
+                self._changed.wait_for(lambda: self._reading is not reading)
 
     def check_admission(self) -> None:
         """Raise the ApiError that a new job would meet now."""
@@ -170,7 +173,7 @@ class EngineWorker:
             self._active[job.id] = job
             if self._running is not None and self._running.gives_way_to(job):
                 self._running.is_preempted = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
         """Withdraw `job`: at once if it waits, else at the next layer or token. Safe at any time, and repeatedly."""
@@ -286,7 +289,6 @@ class EngineWorker:
 
     def _take(self) -> Job | _Ahead | None:
         with self._changed:
-            self._reading = None
             self._changed.wait_for(lambda: self._queue or self._closing or (self._sequels and not self._draining))
             if self._closing:
                 return None
@@ -347,6 +349,10 @@ class EngineWorker:
                     self._fail_queue(error)
         except Exception:
             log.exception("Reading ahead failed")
+        finally:
+            with self._changed:
+                self._reading = None
+                self._changed.notify_all()
 
     def _has_other_work(self) -> bool:
         return bool(self._queue) or self._draining

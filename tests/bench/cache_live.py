@@ -178,7 +178,8 @@ class Session:
     def cancel(self, messages: list[Message], share: float) -> None:
         """Leave when `share` of the prompt is done, and ask again."""
         body = {"messages": messages, "temperature": 0, "max_tokens": 1, **self.fields}
-        total, seen = len(self.server.ids(body)), 0
+        ids = self.server.ids(body)
+        total, seen = len(ids), 0
         with self.server.open("/v1/chat/completions", {**body, "stream": True, "return_progress": True}) as stream:
             for line in stream:
                 if b"prompt_progress" in line:
@@ -186,6 +187,7 @@ class Session:
                     if seen >= share * total:
                         break
         self.server.post("/v1/chat/completions", PING)  # answered when the cancelled request has ended
+        self.log.append({"prompt": ids.tolist(), "cancel": share})
         started = time.perf_counter()
         report = self.server.post("/v1/chat/completions", body)["fermion"]["cache"]
         recomputed = report["recomputed"] - report["carried"]

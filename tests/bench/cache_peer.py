@@ -2,10 +2,13 @@
 
     python tests/bench/cache_live.py --record requests.json
     python tests/bench/cache_peer.py requests.json --gguf MODEL.gguf            # the Python package llama_cpp
-    python tests/bench/cache_peer.py requests.json --command 'llama-server -m MODEL.gguf -c 16384 -np 1'
+    python tests/bench/cache_peer.py requests.json --command 'llama-server -m MODEL.gguf -c 16384'
 
-What is read again depends on token ids alone, so any weights of this family (`engine.gguf` writes random ones of a
-checkpoint's shape) will do. Answers are not generated but fed: the other engine's state then holds what ours was told.
+What is read again depends on token ids alone, so any weights of this family will do: for the package those that
+`engine.gguf` makes up for a checkpoint of ours, for the server a file with a vocabulary (`write_gguf` of
+`against_llama_cpp.py`).
+Answers are not generated but fed, so that the other engine's state holds what ours was told. The server is told where
+messages begin, as its chat endpoint would: it keeps states there.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _READY_S = 120.0
+_DELIMITERS = [{"role": role, "delimiter": f"<|im_start|>{role}\n"} for role in ("assistant", "user")]
 
 
 class Peer(Protocol):
@@ -33,6 +37,10 @@ class Peer(Protocol):
 
     def answer(self, sequence: Sequence[int]) -> None:
         """Continue the last prompt to `sequence`, as if the rest had been generated."""
+
+    def cancel(self, prompt: Sequence[int], share: float) -> int | None:
+        """Begin to read `prompt` and leave when at least `share` of it is reported as read; tokens reported. None: it
+        cannot be left."""
 
     def restart(self) -> None:
         """End and begin anew."""
@@ -69,6 +77,9 @@ class Package:
     def answer(self, sequence: Sequence[int]) -> None:
         self._model.eval(list(sequence[self._model.n_tokens :]))
 
+    def cancel(self, prompt: Sequence[int], share: float) -> int | None:
+        return None
+
 
 class Server:
     """llama-server, started with `command` and a port of ours."""
@@ -104,13 +115,26 @@ class Server:
             self._process.terminate()
             self._process.wait()
 
-    def ask(self, prompt: Sequence[int]) -> int:
-        body = {"prompt": list(prompt), "n_predict": 1, "cache_prompt": True, "temperature": 0}
-        data = json.dumps(body).encode()
+    def _open(self, prompt: Sequence[int], **more: Any) -> Any:
+        body = {"prompt": list(prompt), "n_predict": 1, "cache_prompt": True, "temperature": 0, **more}
+        data = json.dumps({**body, "message_delimiters": _DELIMITERS}).encode()
         request = urllib.request.Request(f"{self._url}/completion", data, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as response:
+        return urllib.request.urlopen(request, timeout=600)
+
+    def ask(self, prompt: Sequence[int]) -> int:
+        with self._open(prompt) as response:
             timings: dict[str, Any] = json.load(response)["timings"]
         return int(timings["prompt_n"])
+
+    def cancel(self, prompt: Sequence[int], share: float) -> int | None:
+        read = 0
+        with self._open(prompt, stream=True, return_progress=True) as stream:
+            for line in stream:
+                progress = json.loads(line[6:]).get("prompt_progress") if line.startswith(b"data: {") else None
+                read = progress["processed"] if progress else read
+                if read >= share * len(prompt):
+                    break
+        return read
 
     def answer(self, sequence: Sequence[int]) -> None:
         self.ask(sequence)
@@ -124,7 +148,12 @@ def replay(peer: Peer, log: Sequence[dict[str, Any]]) -> tuple[int, int]:
         if "restart" in event:
             peer.restart()
             continue
-        prompt, after = event["prompt"], event["after"]
+        prompt, after = event["prompt"], event.get("after", [])
+        if "cancel" in event:
+            if (left_at := peer.cancel(prompt, event["cancel"])) is None:
+                return 0, 0
+            print(f"    left at {left_at} of {len(prompt)}")
+            first = False
         read = peer.ask(prompt)
         if not first:
             total, computed = total + len(prompt), computed + read
