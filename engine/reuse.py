@@ -6,13 +6,20 @@ that both have the same bits.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
+from engine import cpu as cpu_module
+from engine import model as model_module
+from engine import segments as segments_module
+from engine import vision as vision_module
+from engine import weights as weights_module
 from engine.config import CacheSettings, EngineConfig
 from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt, UInt8Array
 from engine.cpu import build_digest, resolve_tier
@@ -54,12 +61,15 @@ from prefix_cache import (
     plan,
     snap,
 )
+from prefix_cache import policy as policy_module
 
 log = logging.getLogger("fermion.cache")
 
 # The matrix products of a token do not depend on its neighbours, and the delta rule works in chunks of 64 from the
 # start of a segment: a state is exact at every 64th token behind a cut.
 _CUTS = Cuts.GRID
+# Python that decides bits beside the kernels: where prompts are cut, what a layer is given, where pictures stand.
+_RULES = (cpu_module, model_module, segments_module, vision_module, weights_module, policy_module)
 # By default the cache takes at most this part of the memory that weights leave: contexts need the rest.
 _MEMORY_SHARE = 0.25
 _LEAST_SNAPSHOTS = 2
@@ -380,11 +390,21 @@ def _fingerprint(weights: Weights, config: EngineConfig, card: str) -> bytes:
         "tier": resolve_tier(config.simd_tier),
         "kv": "float32" if _kv_f32(config) else "float16",
         "kernels": build_digest(),
+        "rules": _source_digest(_RULES),
         "pixels": PIXEL_RULE,
     }
     if card:
         parts["card"] = card
     return fingerprint(parts)
+
+
+def _source_digest(modules: Sequence[ModuleType]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for module in modules:
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_bytes()
+        digest.update(len(source).to_bytes(8, "little") + source)
+    return digest.digest()
 
 
 def _disk(settings: CacheSettings) -> DiskConfig | None:

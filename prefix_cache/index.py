@@ -212,7 +212,9 @@ class Index:
         while not (node.children or node.entries or node.ghosts or node.ram or node.disk):
             parent = node.parent
             if parent is None:
-                self.roots.pop(node.digest, None)
+                # A prefix that was deleted while it was loaded may have come anew meanwhile.
+                if self.roots.get(node.digest) is node.root:
+                    del self.roots[node.digest]
                 return
             if parent.children.get(node.key) is node:
                 del parent.children[node.key]

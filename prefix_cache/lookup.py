@@ -40,17 +40,21 @@ def find(index: Index, key: PromptKey, exact: bool) -> Found:
     pages = key.limit // PAGE_TOKENS
     last = min(key.limit, key.tokens - 1)
     marked: list[tuple[Node, int]] = []
-    ram_depth = 0
+    ram_depth = marked_depth = 0
     raw, step, plain = key.raw, 4 * PAGE_TOKENS, not key.known_media
     depth = 0
     while True:
-        if node.ram:
-            ram_depth = depth
         if node.entries or node.ghosts:
+            above = node
+            while above.parent is not None and above.depth > marked_depth and not above.ram:
+                above = above.parent
+            ram_depth = above.depth if above.ram else ram_depth
+            marked_depth = depth
             marked.append((node, depth - ram_depth))
         if depth == pages:
             break
-        child = node.children.get(raw[step * depth : step * depth + step] if plain else key.page_key(depth))
+        start = step * depth
+        child = node.children.get(raw[start : start + step] if plain else key.page_key(depth))
         if child is None:
             break
         node = child

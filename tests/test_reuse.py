@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import shutil
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from engine.config import CacheSettings, EngineConfig, ModelConfig
 from engine.core import CacheOptions, CacheReport, GenerationRequest, Progress, Prompt, SamplingParams, TokenResult
 from engine.engine import Engine
 from engine.errors import Cancelled, ConfigError, RequestError
-from engine.reuse import cache_bytes, clear_folders, list_folders
+from engine.reuse import _RULES, cache_bytes, clear_folders, list_folders
 from engine.weights import load_weights
+from prefix_cache import policy
 
 TURN, NEWLINE, ASSISTANT = 258, 198, 64  # of the byte-level tokenizer: the added token, "Ċ" and "a"
 RAM = 8 << 20
@@ -364,7 +366,9 @@ def test_a_change_where_nobody_looks_is_another_model(load: Load, checkpoint: Pa
         assert position(engine, wanted) == 0
 
 
-def test_fingerprints_tell_apart_what_changes_bits(checkpoint: Path, tmp_path: Path) -> None:
+def test_fingerprints_tell_apart_what_changes_bits(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def folder(**more: Any) -> str:
         place = tmp_path / str(len(list(tmp_path.iterdir())))
         with Engine.load(checkpoint, config(cache=CacheSettings(RAM, 64 << 20, place), **more)):
@@ -374,6 +378,12 @@ def test_fingerprints_tell_apart_what_changes_bits(checkpoint: Path, tmp_path: P
     same = folder()
     assert folder(threads=2, context_length=1000) == same
     assert len({same, folder(simd_tier="scalar"), folder(compute="f32")}) == 3
+    edited = types.ModuleType("policy")
+    edited.__file__ = str(tmp_path / "policy.py")
+    Path(edited.__file__).write_bytes(Path(str(policy.__file__)).read_bytes() + b"# a rule more")
+    monkeypatch.setattr("engine.reuse._RULES", (*_RULES[:-1], edited))
+    assert _RULES[-1] is policy
+    assert folder() != same
 
 
 def test_administration(load: Load, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from cache_fakes import (
     FINGERPRINT,
     MEBIBYTE,
     SMALL,
+    assert_right,
     disk_config,
     hit,
     make_cache,
@@ -458,6 +459,31 @@ def test_command_line_view_of_a_directory(tmp_path):
     user.close()
     assert clear_directory(tmp_path) == (info.nbytes, [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_deleted_while_it_is_loaded_takes_nothing_new_along(tmp_path):
+    filled(tmp_path, positions=(200,))
+
+    class Deleting(Files):
+        """Everything is deleted when the last byte has been read."""
+
+        reads = 0
+
+        def read_into(self, fd, targets, offset):
+            done = super().read_into(fd, targets, offset)
+            self.reads += 1
+            if self.reads == 2:
+                cache.clear()
+            return done
+
+    cache = reopened(tmp_path, files=Deleting())
+    _, lease = cache.acquire(make_key(IDS))
+    assert lease.position == 200
+    assert_right(lease, make_key(IDS))
+    store(cache, make_key(IDS), 300)
+    lease.release()
+    assert hit(cache, make_key(IDS)) == 300
+    assert cache.check_integrity() == []
 
 
 # ---- failing disks ----
