@@ -29,6 +29,7 @@ from cache_fakes import (
 from prefix_cache import Kind, Stored, clear_directory, fingerprint, list_directory
 from prefix_cache import format as fmt
 from prefix_cache import key as key_module
+from prefix_cache import lookup
 from prefix_cache.files import Files
 
 IDS = tokens(3000)
@@ -165,6 +166,21 @@ def test_snapshots_on_disk_leave_ram_first(tmp_path):
     in_ram = {info.position: info.in_ram for info in cache.inspect()}
     assert in_ram == {1200: False, 300: True}
     assert sum(cache.stats.evicted_ram.values()) == 1
+
+
+def test_pages_that_memory_lacks_are_counted(tmp_path):
+    """What a load would take: all pages behind the deepest one in memory, whatever snapshots lie between."""
+    filled(tmp_path, positions=(200, 900, 1500, 2500))
+    cache = reopened(tmp_path)
+
+    def lacking():
+        return {entry.position: pages for entry, pages in lookup.find(cache._index, make_key(IDS), False).usable}
+
+    assert lacking() == {200: 3, 900: 14, 1500: 23, 2500: 39}
+    assert hit(cache, make_key(IDS[:901])) == 900
+    assert lacking() == {200: 0, 900: 0, 1500: 23 - 14, 2500: 39 - 14}
+    assert hit(cache, make_key(IDS[:1501])) == 1500
+    assert lacking() == {200: 0, 900: 0, 1500: 0, 2500: 39 - 23}
 
 
 def test_background_writer_persists_without_being_asked(tmp_path):
