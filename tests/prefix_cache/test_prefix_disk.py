@@ -26,10 +26,9 @@ from cache_fakes import (
     tokens,
 )
 
-from prefix_cache import Kind, Stored, clear_directory, fingerprint, list_directory
+from prefix_cache import Kind, Stored, clear_directory, fingerprint, list_directory, lookup
 from prefix_cache import format as fmt
 from prefix_cache import key as key_module
-from prefix_cache import lookup
 from prefix_cache.files import Files
 
 IDS = tokens(3000)
