@@ -6,7 +6,6 @@ not necessarily adjacent, so nothing ever fragments. A block is reserved before 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Iterable
 
@@ -32,9 +31,9 @@ class Arena:
         self.blocks = capacity_bytes // block_bytes
         if self.blocks < 1:
             raise CacheError(f"RAM capacity of {capacity_bytes} bytes holds no block of {block_bytes} bytes")
-        self._map = mmap.mmap(-1, self.blocks * block_bytes)
-        with contextlib.suppress(OSError, AttributeError):  # an optimisation: first writes fault 2.4x faster
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        # Small pages on purpose: making a huge one ready stops the prefill that needs it for far longer.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, self.blocks * block_bytes, flags=flags)
         self._memory: UInt8Array = np.frombuffer(self._map, dtype=np.uint8).reshape(self.blocks, block_bytes)
         self._free = list(range(self.blocks - 1, -1, -1))
         self._used = bytearray(self.blocks)
