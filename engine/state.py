@@ -5,6 +5,8 @@ The state can go forward and be copied, never back: the recurrent part has no me
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from engine.config import ModelConfig
 from engine.core import Float32Array, UInt8Array
 
 PAGE_TOKENS = 64
+PAGES_AT_ONCE = 8  # that share an allocation: 10 MB at the 35B shape, five huge pages
 CONV_WINDOW = 3  # inputs that the four-tap convolution remembers
 
 
@@ -50,6 +53,7 @@ class SequenceState:
             (layers, heads, config.linear_key_head_dim, config.linear_value_head_dim), np.float32
         )
         self.pages: list[UInt8Array] = []
+        self._unused: UInt8Array = np.empty(0, np.uint8)  # the rest of the newest allocation
         self._addresses = np.empty(16, np.uintp)
         self.page_bytes = page_bytes(config, kv_f32)
 
@@ -61,7 +65,10 @@ class SequenceState:
     def reserve(self, tokens: int) -> None:
         """Make room for the keys and values of `tokens` tokens in all."""
         while len(self.pages) * PAGE_TOKENS < tokens:
-            self._append(_aligned((self.page_bytes,), np.uint8))
+            if len(self._unused) < self.page_bytes:
+                self._unused = _in_huge_pages(PAGES_AT_ONCE * self.page_bytes)
+            self._append(self._unused[: self.page_bytes])
+            self._unused = self._unused[self.page_bytes :]
 
     def adopt(self, pages: Iterable[UInt8Array], tail: UInt8Array | None) -> None:
         """Begin an empty sequence's keys and values with those of another: full `pages`, which are used in place and
@@ -96,6 +103,15 @@ class SequenceState:
     def recurrent(self) -> Sequence[UInt8Array]:
         """The arrays that do not grow, as bytes."""
         return [self.conv.reshape(-1).view(np.uint8), self.ssm.reshape(-1).view(np.uint8)]
+
+
+def _in_huge_pages(nbytes: int) -> UInt8Array:
+    """Zeros in memory of their own, in huge pages where the system has them: reading keys and values takes a quarter
+    less time then."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

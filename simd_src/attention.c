@@ -8,7 +8,7 @@
 
 #include "model.h"
 
-enum { SPAN_TOKENS = FM_SPAN_PAGES * FM_PAGE_TOKENS };
+enum { SPAN_TOKENS = FM_SPAN_PAGES * FM_PAGE_TOKENS, LINE_BYTES = 64 };
 
 typedef struct {
     fm_engine *engine;
@@ -19,8 +19,9 @@ typedef struct {
 
 /* Scratch of one worker, carved from its share. rows = FM_ATTEND_TOKENS * (heads per kv head). */
 typedef struct {
-    float *query, *acc, *total_acc, *key, *value, *score, *maximum, *sum, *total_max, *total_sum;
+    float *query, *acc, *total_acc, *wide, *key, *score, *maximum, *sum, *total_max, *total_sum;
     int *limit;
+    int *loaded; /* the kv head whose queries are there, in decode */
 } attend_scratch;
 
 static int group_size(const fm_model_spec *s) { return s->heads / s->kv_heads; }
@@ -31,16 +32,19 @@ static attend_scratch carve(const fm_engine *e, int worker) {
     a.query = fm_worker_scratch(e, worker);
     a.acc = a.query + (size_t)rows * width;
     a.total_acc = a.acc + (size_t)rows * width;
-    a.key = a.total_acc + (size_t)rows * width;
-    a.value = a.key + (size_t)FM_PAGE_TOKENS * width;
-    a.score = a.value + (size_t)FM_PAGE_TOKENS * width;
+    a.wide = a.total_acc + (size_t)rows * width;
+    a.key = a.wide + fm_attend_wide(width);
+    a.score = a.key + width;
     a.maximum = a.score + (size_t)rows * FM_PAGE_TOKENS;
     a.sum = a.maximum + rows;
     a.total_max = a.sum + rows;
     a.total_sum = a.total_max + rows;
     a.limit = (int *)(a.total_sum + rows);
+    a.loaded = a.limit + rows;
     return a;
 }
+
+static size_t element_bytes(const fm_model_spec *s) { return s->kv_f32 ? sizeof(float) : sizeof(uint16_t); }
 
 /* Elements before (layer, K or V, kv head) in a page. */
 static size_t page_offset(const fm_model_spec *s, const fm_layer *layer, int is_value, int kv_head) {
@@ -62,29 +66,28 @@ static void store_row(const fm_engine *e, const float *row, void *page, size_t a
         e->ops->to_half(row, e->spec.head_dim, (uint16_t *)page + at);
 }
 
-/* Keys and values of one token go to their page. */
-static void store_token(void *arg, int token, int worker) {
-    const attention_job *job = arg;
+/* Key and value of one head of one token go to their page. */
+static void store_head(const attention_job *job, int token, int kv_head, float *key) {
     const fm_engine *e = job->engine;
     const fm_model_spec *s = &e->spec;
-    const int position = job->sequence->position + token, query_width = 2 * s->heads * s->head_dim;
+    const int position = job->sequence->position + token;
     void *page = job->sequence->pages[position / FM_PAGE_TOKENS];
     const size_t row = (size_t)(position % FM_PAGE_TOKENS) * s->head_dim;
-    const float *k = e->projected + (size_t)token * e->projected_ld + query_width;
-    const float *v = k + (size_t)s->kv_heads * s->head_dim;
-    float *key = fm_worker_scratch(e, worker);
-    for (int head = 0; head < s->kv_heads; head++) {
-        prepare(e, k + (size_t)head * s->head_dim, job->layer->k_norm, token, key);
-        store_row(e, key, page, page_offset(s, job->layer, 0, head) + row);
-        store_row(e, v + (size_t)head * s->head_dim, page, page_offset(s, job->layer, 1, head) + row);
-    }
+    const float *k = e->projected + (size_t)token * e->projected_ld + (2 * s->heads + kv_head) * s->head_dim;
+    prepare(e, k, job->layer->k_norm, token, key);
+    store_row(e, key, page, page_offset(s, job->layer, 0, kv_head) + row);
+    store_row(e, k + (size_t)s->kv_heads * s->head_dim, page, page_offset(s, job->layer, 1, kv_head) + row);
 }
 
-/* The first `keys` rows of a page as floats: in place if it holds floats, else converted into `buffer`. */
-static const float *page_rows(const fm_engine *e, const void *page, size_t at, int keys, float *buffer) {
-    if (e->spec.kv_f32) return (const float *)page + at;
-    e->ops->from_half((const uint16_t *)page + at, keys * e->spec.head_dim, buffer);
-    return buffer;
+static void store_token(void *arg, int token, int worker) {
+    const attention_job *job = arg;
+    for (int head = 0; head < job->engine->spec.kv_heads; head++)
+        store_head(job, token, head, fm_worker_scratch(job->engine, worker));
+}
+
+/* Where an element of a page lies. */
+static const void *element(const fm_model_spec *s, const void *page, size_t at) {
+    return (const char *)page + at * element_bytes(s);
 }
 
 static void load_queries(const attention_job *job, int kv_head, int begin, int end, float *query) {
@@ -108,12 +111,16 @@ static void attend_span(const attention_job *job, int kv_head, int begin, int en
     const int group = group_size(s), rows = (end - begin) * group, start = job->sequence->position;
     for (int r = 0; r < rows; r++) a->maximum[r] = -INFINITY, a->sum[r] = 0.0f;
     memset(a->acc, 0, (size_t)rows * s->head_dim * sizeof(float));
+    const size_t key_at = page_offset(s, job->layer, 0, kv_head), value_at = page_offset(s, job->layer, 1, kv_head);
+    const int row_bytes = s->head_dim * (int)element_bytes(s);
     fm_attend_args args = {
         .rows = rows,
         .head_dim = s->head_dim,
+        .half = !s->kv_f32,
         .query = a->query,
         .limit = a->limit,
         .score = a->score,
+        .wide = a->wide,
         .maximum = a->maximum,
         .sum = a->sum,
         .acc = a->acc,
@@ -124,10 +131,14 @@ static void attend_span(const attention_job *job, int kv_head, int begin, int en
             const int visible = start + begin + r / group + 1 - first_key;
             a->limit[r] = visible < 0 ? 0 : fm_least(visible, FM_PAGE_TOKENS);
         }
-        const void *page = job->sequence->pages[first_key / FM_PAGE_TOKENS];
-        const int keys = fm_least(FM_PAGE_TOKENS, last_key - first_key);
-        args.key = page_rows(e, page, page_offset(s, job->layer, 0, kv_head), keys, a->key);
-        args.value = page_rows(e, page, page_offset(s, job->layer, 1, kv_head), keys, a->value);
+        void *const *page = job->sequence->pages + first_key / FM_PAGE_TOKENS;
+        args.key = element(s, page[0], key_at);
+        args.value = element(s, page[0], value_at);
+        /* Also beyond the span: the next one is most likely this thread's next item. */
+        const int next_keys = fm_least(FM_PAGE_TOKENS, start + end - (first_key + FM_PAGE_TOKENS));
+        args.next_lines = next_keys > 0 ? next_keys * row_bytes / LINE_BYTES : 0;
+        args.next_key = next_keys > 0 ? element(s, page[1], key_at) : NULL;
+        args.next_value = next_keys > 0 ? element(s, page[1], value_at) : NULL;
         e->ops->attend(&args);
     }
 }
@@ -164,15 +175,18 @@ static void attend_block(void *arg, int item, int worker) {
         finish_head(e, begin + r / group, kv_head * group + r % group, a.total_acc + (size_t)r * width, a.total_sum[r]);
 }
 
-/* Decode: one span of one kv head. */
+/* Decode: one span of one kv head. The newest key and value are stored by the only item that reads them. */
 static void attend_one_span(void *arg, int item, int worker) {
     const attention_job *job = arg;
     fm_engine *e = job->engine;
     const fm_model_spec *s = &e->spec;
-    const int group = group_size(s), kv_head = item % s->kv_heads, span = item / s->kv_heads;
+    const int spans = fm_blocks(job->sequence->position + 1, SPAN_TOKENS);
+    const int group = group_size(s), kv_head = item / spans, span = item % spans;
     const size_t at = (size_t)span * s->heads + (size_t)kv_head * group;
     attend_scratch a = carve(e, worker);
-    load_queries(job, kv_head, 0, 1, a.query);
+    if (span == spans - 1) store_head(job, 0, kv_head, a.key);
+    if (*a.loaded != kv_head) load_queries(job, kv_head, 0, 1, a.query);
+    *a.loaded = kv_head;
     a.acc = e->span_acc + at * s->head_dim;
     a.maximum = e->span_max + at;
     a.sum = e->span_sum + at;
@@ -209,16 +223,17 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     };
     fm_multiply_all(e, &e->normed, inputs, 3);
     fm_charge(e, FM_OP_ATTENTION_IN, fm_products_bytes(inputs, 3));
-    fm_parallel_for(e->pool, e->tokens, store_token, &job);
     if (e->tokens == 1) {
         const int spans = fm_blocks(sequence->position + 1, SPAN_TOKENS);
+        for (int worker = 0; worker < e->threads; worker++) *carve(e, worker).loaded = -1;
         fm_parallel_for(e->pool, spans * s->kv_heads, attend_one_span, &job);
         fm_parallel_for(e->pool, s->heads, merge_head, &job);
     } else {
+        fm_parallel_for(e->pool, e->tokens, store_token, &job);
         fm_parallel_for(e->pool, fm_blocks(e->tokens, job.block) * s->kv_heads, attend_block, &job);
     }
     const size_t keys = (size_t)(sequence->position + e->tokens) * key_width;
-    fm_charge(e, FM_OP_ATTENTION, 2 * keys * (s->kv_f32 ? sizeof(float) : sizeof(uint16_t)));
+    fm_charge(e, FM_OP_ATTENTION, 2 * keys * element_bytes(s));
     const fm_product output = {.matrix = &layer->o_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
     fm_multiply_all(e, &e->mixed, &output, 1);
     fm_charge(e, FM_OP_ATTENTION_OUT, fm_products_bytes(&output, 1));

@@ -12,7 +12,8 @@
 #include "model_api.h"
 
 #define FM_ATTEND_TOKENS 8   /* most tokens that share one conversion of a KV page in prefill */
-#define FM_SPAN_PAGES 8      /* pages whose softmax is merged as one: where one token's keys are split */
+#define FM_SPAN_PAGES 2      /* pages whose softmax is merged as one: where one token's keys are split, finely enough
+                              * that a short context still occupies several threads */
 #define FM_EXPERT_TOKENS 64  /* tokens of an expert taken at once: what keeps its intermediate in cache */
 #define FM_TILE_ROWS 256     /* most rows of a product taken at once */
 #define FM_SPARE_FLOATS (FM_EXPERT_TOKENS * FM_TILE_ROWS)

@@ -10,13 +10,20 @@
  * softmax of row r is (maximum[r], sum[r], acc[r]): output so far = acc / sum. */
 typedef struct {
     int rows, head_dim;
+    int half;                /* key and value hold IEEE halves instead of floats */
     const float *query;      /* [rows][head_dim], scaled */
-    const float *key, *value; /* [64][head_dim] */
+    const void *key, *value; /* [64][head_dim] */
+    const void *next_key, *next_value; /* what the next call will read, fetched by the way: */
+    int next_lines;          /* so many cache lines of each, or 0 */
     const int *limit;        /* [rows] */
     float *score;            /* scratch [rows][64] */
+    float *wide;             /* scratch of halves, fm_attend_wide floats */
     float *maximum, *sum;    /* [rows] */
     float *acc;              /* [rows][head_dim] */
 } fm_attend_args;
+
+/* Floats of fm_attend_args.wide. */
+size_t fm_attend_wide(int head_dim);
 
 /* One value head over `tokens` (1..64) tokens; q, k, v and out have row strides, S is [key_dim][value_dim]. */
 typedef struct {

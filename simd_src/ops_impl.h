@@ -9,81 +9,124 @@
 #define UNROLL _Pragma("GCC unroll 16")
 
 /* ---- small matrix products ------------------------------------------------------------------------------------
- * Each element is one chain of multiply-adds in ascending k, whatever tile it falls into. */
+ * Each element is one chain of multiply-adds in ascending k (gemm_nn), or one such chain a lane and the lanes added in
+ * one order (gemm_nt), whatever tile it falls into. */
+
+#define LINE 64
+
+/* Memory that is wanted soon and lies far away; `next` below may be NULL. A line of it is fetched with every step of a
+ * tile: many at once would take all line buffers, and the tile's own loads would wait for memory. */
+typedef struct {
+    const char *at;
+    int lines;
+} ahead;
+
+INLINE int fetched_steps(int steps, const ahead *next) {
+    return !next ? 0 : next->lines < steps ? next->lines : steps;
+}
+
+INLINE void nn_step(const int rows, const int vecs, const float *a, size_t a_row, const float *b,
+                    vf acc[NN_ROWS][NN_VECS]) {
+    vf column[NN_VECS];
+    UNROLL for (int n = 0; n < vecs; n++) column[n] = vload(b + n * VW);
+    UNROLL for (int m = 0; m < rows; m++) {
+        const vf scalar = vset1(a[m * a_row]);
+        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = vfma(scalar, column[n], acc[m][n]);
+    }
+}
 
 /* c[m][n] += sum_k a[m * a_row + k * a_col] b[k][n], a tile of `rows` x `vecs` registers. */
 INLINE void nn_tile(const int rows, const int vecs, int depth, const float *a, size_t a_row, size_t a_col,
-                    const float *b, size_t ldb, float *c, size_t ldc) {
+                    const float *b, size_t ldb, float *c, size_t ldc, ahead *next) {
     vf acc[NN_ROWS][NN_VECS];
     UNROLL for (int m = 0; m < rows; m++) {
         UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = vload(c + m * ldc + n * VW);
     }
-    for (int k = 0; k < depth; k++) {
-        vf column[NN_VECS];
-        UNROLL for (int n = 0; n < vecs; n++) column[n] = vload(b + k * ldb + n * VW);
-        UNROLL for (int m = 0; m < rows; m++) {
-            const vf scalar = vset1(a[m * a_row + k * a_col]);
-            UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = vfma(scalar, column[n], acc[m][n]);
-        }
+    const int fetched = fetched_steps(depth, next);
+    int k = 0;
+    for (; k < fetched; k++, a += a_col, b += ldb) {
+        __builtin_prefetch(next->at + (size_t)k * LINE, 0, 2);
+        nn_step(rows, vecs, a, a_row, b, acc);
     }
+    for (; k < depth; k++, a += a_col, b += ldb) nn_step(rows, vecs, a, a_row, b, acc);
+    if (next) next->at += (size_t)fetched * LINE, next->lines -= fetched;
     UNROLL for (int m = 0; m < rows; m++) {
         UNROLL for (int n = 0; n < vecs; n++) vstore(c + m * ldc + n * VW, acc[m][n]);
     }
 }
 
+INLINE void nn_columns(const int vecs, int rows, int depth, const float *a, size_t a_row, size_t a_col, const float *b,
+                       size_t ldb, float *c, size_t ldc, ahead *next) {
+    int m = 0;
+    for (; m + NN_ROWS <= rows; m += NN_ROWS)
+        nn_tile(NN_ROWS, vecs, depth, a + m * a_row, a_row, a_col, b, ldb, c + m * ldc, ldc, next);
+    for (; m < rows; m++) nn_tile(1, vecs, depth, a + m * a_row, a_row, a_col, b, ldb, c + m * ldc, ldc, next);
+}
+
+INLINE void nn_product(int rows, int cols, int depth, const float *a, size_t a_row, size_t a_col, const float *b,
+                       size_t ldb, float *c, size_t ldc, ahead *next) {
+    int n = 0;
+    for (; n + NN_VECS * VW <= cols; n += NN_VECS * VW)
+        nn_columns(NN_VECS, rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, next);
+    for (; n < cols; n += VW) nn_columns(1, rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, next);
+}
+
 static void gemm_nn(int rows, int cols, int depth, const float *a, size_t a_row, size_t a_col, const float *b,
                     size_t ldb, float *c, size_t ldc) {
-    int n = 0;
-    for (; n + NN_VECS * VW <= cols; n += NN_VECS * VW) {
-        int m = 0;
-        for (; m + NN_ROWS <= rows; m += NN_ROWS)
-            nn_tile(NN_ROWS, NN_VECS, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
-        for (; m < rows; m++)
-            nn_tile(1, NN_VECS, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
-    }
-    for (; n < cols; n += VW) {
-        int m = 0;
-        for (; m + NN_ROWS <= rows; m += NN_ROWS)
-            nn_tile(NN_ROWS, 1, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
-        for (; m < rows; m++) nn_tile(1, 1, depth, a + m * a_row, a_row, a_col, b + n, ldb, c + m * ldc + n, ldc);
+    nn_product(rows, cols, depth, a, a_row, a_col, b, ldb, c, ldc, NULL);
+}
+
+INLINE void nt_step(const int rows, const int cols, const float *a, size_t lda, const float *b, size_t ldb,
+                    vf acc[NT_ROWS][NT_COLS]) {
+    vf right[NT_COLS];
+    UNROLL for (int n = 0; n < cols; n++) right[n] = vload(b + n * ldb);
+    UNROLL for (int m = 0; m < rows; m++) {
+        const vf left = vload(a + m * lda);
+        UNROLL for (int n = 0; n < cols; n++) acc[m][n] = vfma(left, right[n], acc[m][n]);
     }
 }
 
 /* c[m][n] = dot(a[m], b[n]), a tile of `rows` x `cols` dot products. */
 INLINE void nt_tile(const int rows, const int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb,
-                    float *c, size_t ldc) {
+                    float *c, size_t ldc, ahead *next) {
     vf acc[NT_ROWS][NT_COLS];
     UNROLL for (int m = 0; m < rows; m++) {
-        UNROLL for (int n = 0; n < cols; n++) acc[m][n] = vset1(0.0f);
+        UNROLL for (int n = 0; n < NT_COLS; n++) acc[m][n] = vset1(0.0f);
     }
-    for (int k = 0; k < depth; k += VW) {
-        vf right[NT_COLS];
-        UNROLL for (int n = 0; n < cols; n++) right[n] = vload(b + n * ldb + k);
-        UNROLL for (int m = 0; m < rows; m++) {
-            const vf left = vload(a + m * lda + k);
-            UNROLL for (int n = 0; n < cols; n++) acc[m][n] = vfma(left, right[n], acc[m][n]);
-        }
+    const int fetched = fetched_steps(depth / VW, next);
+    int k = 0;
+    for (; k < fetched; k++) {
+        __builtin_prefetch(next->at + (size_t)k * LINE, 0, 2);
+        nt_step(rows, cols, a + k * VW, lda, b + k * VW, ldb, acc);
     }
+    for (; k < depth / VW; k++) nt_step(rows, cols, a + k * VW, lda, b + k * VW, ldb, acc);
+    if (next) next->at += (size_t)fetched * LINE, next->lines -= fetched;
     UNROLL for (int m = 0; m < rows; m++) {
-        UNROLL for (int n = 0; n < cols; n++) c[m * ldc + n] = vsum(acc[m][n]);
+        float sums[NT_COLS];
+        vsum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], cols == NT_COLS ? c + m * ldc : sums);
+        if (cols < NT_COLS) c[m * ldc] = sums[0];
     }
+}
+
+INLINE void nt_row(const int rows, int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb,
+                   float *c, size_t ldc, ahead *next) {
+    int n = 0;
+    for (; n + NT_COLS <= cols; n += NT_COLS)
+        nt_tile(rows, NT_COLS, depth, a, lda, b + n * ldb, ldb, c + n, ldc, next);
+    for (; n < cols; n++) nt_tile(rows, 1, depth, a, lda, b + n * ldb, ldb, c + n, ldc, next);
+}
+
+INLINE void nt_product(int rows, int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb, float *c,
+                       size_t ldc, ahead *next) {
+    int m = 0;
+    for (; m + NT_ROWS <= rows; m += NT_ROWS)
+        nt_row(NT_ROWS, cols, depth, a + m * lda, lda, b, ldb, c + m * ldc, ldc, next);
+    for (; m < rows; m++) nt_row(1, cols, depth, a + m * lda, lda, b, ldb, c + m * ldc, ldc, next);
 }
 
 static void gemm_nt(int rows, int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb, float *c,
                     size_t ldc) {
-    int m = 0;
-    for (; m + NT_ROWS <= rows; m += NT_ROWS) {
-        int n = 0;
-        for (; n + NT_COLS <= cols; n += NT_COLS)
-            nt_tile(NT_ROWS, NT_COLS, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
-        for (; n < cols; n++) nt_tile(NT_ROWS, 1, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
-    }
-    for (; m < rows; m++) {
-        int n = 0;
-        for (; n + NT_COLS <= cols; n += NT_COLS)
-            nt_tile(1, NT_COLS, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
-        for (; n < cols; n++) nt_tile(1, 1, depth, a + m * lda, lda, b + n * ldb, ldb, c + m * ldc + n, ldc);
-    }
+    nt_product(rows, cols, depth, a, lda, b, ldb, c, ldc, NULL);
 }
 
 /* ---- element-wise --------------------------------------------------------------------------------------------- */
@@ -190,15 +233,36 @@ static void soften_row(float *score, int limit, float *maximum, float *sum, floa
     }
     *sum = *sum * fade + vsum(total);
     *maximum = new_max;
-    scale_to(fade, acc, head_dim, acc);
+    if (fade != 1.0f) scale_to(fade, acc, head_dim, acc);
 }
 
+/* Rows first.. of `count` rows of a page's keys or values, columns col.. of `cols`, as floats `*ld` apart: in place if
+ * they are floats, else widened into `buffer`. */
+INLINE const float *page_part(const fm_attend_args *a, const void *page, int first, int count, int col, int cols,
+                              float *buffer, size_t *ld) {
+    const size_t at = (size_t)first * a->head_dim + col;
+    *ld = (size_t)(a->half ? cols : a->head_dim);
+    if (!a->half) return (const float *)page + at;
+    const uint16_t *from = (const uint16_t *)page + at;
+    for (int row = 0; row < count; row++, from += a->head_dim)
+        for (int i = 0; i < cols; i += HALF_LANES) vwiden_half(from + i, buffer + (size_t)row * cols + i);
+    return buffer;
+}
+
+/* Keys are taken some at a time, values some columns at a time, so that what is widened stays in first-level cache for
+ * all rows; the next page comes from far away meanwhile. */
 static void attend(const fm_attend_args *a) {
     const int width = a->head_dim;
+    ahead next_key = {a->next_key, a->next_lines}, next_value = {a->next_value, a->next_lines};
     int keys = 0;
+    size_t ld;
     for (int r = 0; r < a->rows; r++) keys = a->limit[r] > keys ? a->limit[r] : keys;
     if (keys == 0) return;
-    gemm_nt(a->rows, keys, width, a->query, width, a->key, width, a->score, FM_PAGE_TOKENS);
+    for (int first = 0; first < keys; first += FM_ATTEND_KEYS) {
+        const int count = keys - first < FM_ATTEND_KEYS ? keys - first : FM_ATTEND_KEYS;
+        const float *key = page_part(a, a->key, first, count, 0, width, a->wide, &ld);
+        nt_product(a->rows, count, width, a->query, width, key, ld, a->score + first, FM_PAGE_TOKENS, &next_key);
+    }
     for (int r = 0; r < a->rows; r++) {
         float *score = a->score + r * FM_PAGE_TOKENS;
         if (a->limit[r] > 0)
@@ -206,7 +270,11 @@ static void attend(const fm_attend_args *a) {
         else
             memset(score, 0, FM_PAGE_TOKENS * sizeof(float));
     }
-    gemm_nn(a->rows, width, keys, a->score, FM_PAGE_TOKENS, 1, a->value, width, a->acc, width);
+    for (int col = 0; col < width; col += FM_ATTEND_COLUMNS) {
+        const int cols = width - col < FM_ATTEND_COLUMNS ? width - col : FM_ATTEND_COLUMNS;
+        const float *value = page_part(a, a->value, 0, keys, col, cols, a->wide, &ld);
+        nn_product(a->rows, cols, keys, a->score, FM_PAGE_TOKENS, 1, value, ld, a->acc + col, width, &next_value);
+    }
 }
 
 static void attend_merge(float *a_max, float *a_sum, float *a_acc, float b_max, float b_sum, const float *b_acc,

@@ -6,10 +6,10 @@
 #include <stdint.h>
 
 #define VW 8
-#define NN_ROWS 6
+#define NN_ROWS 4
 #define NN_VECS 2
-#define NT_ROWS 4
-#define NT_COLS 2
+#define NT_ROWS 2
+#define NT_COLS 4
 
 typedef __m256 vf;
 
@@ -28,6 +28,14 @@ static inline float vsum(vf a) {
     __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     b = _mm_add_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+
+/* The sums of four registers, each in the same order: the four are transposed while they are added. */
+static inline void vsum4(vf a, vf b, vf c, vf d, float *y) {
+    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 }
 
 static inline float vhmax(vf a) {

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define VW 16
-#define NN_ROWS 6
+#define NN_ROWS 4
 #define NN_VECS 4
 #define NT_ROWS 4
 #define NT_COLS 4
@@ -24,6 +24,15 @@ static inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 static inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 static inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline float vsum(vf a) { return _mm512_reduce_add_ps(a); }
+/* The sums of four registers, each in the same order: the four are transposed while they are added. */
+static inline void vsum4(vf a, vf b, vf c, vf d, float *y) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
 static inline float vhmax(vf a) { return _mm512_reduce_max_ps(a); }
 static inline vf vexp_scale(vf a, vf exponent) { return _mm512_scalef_ps(a, exponent); }
 static inline vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

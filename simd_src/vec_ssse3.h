@@ -8,8 +8,8 @@
 #define VW 4
 #define NN_ROWS 4
 #define NN_VECS 2
-#define NT_ROWS 4
-#define NT_COLS 2
+#define NT_ROWS 2
+#define NT_COLS 4
 
 typedef __m128 vf;
 
@@ -26,6 +26,13 @@ static inline vf vfma(vf a, vf b, vf c) { return _mm_add_ps(_mm_mul_ps(a, b), c)
 static inline float vsum(vf a) {
     a = _mm_add_ps(a, _mm_movehl_ps(a, a));
     return _mm_cvtss_f32(_mm_add_ss(a, _mm_shuffle_ps(a, a, 1)));
+}
+
+/* The sums of four registers, each in the same order: two additions of transposed halves. */
+static inline void vsum4(vf a, vf b, vf c, vf d, float *y) {
+    const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+    const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    _mm_storeu_ps(y, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
 }
 
 static inline float vhmax(vf a) {

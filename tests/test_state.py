@@ -40,6 +40,18 @@ def test_arrays_start_on_cache_lines_and_empty(config: ModelConfig) -> None:
         assert not array.any()
 
 
+def test_pages_that_share_an_allocation_do_not_overlap(config: ModelConfig) -> None:
+    state = SequenceState(config)
+    state.reserve(20 * 64)
+    for number, page in enumerate(state.pages):
+        assert not page.any()
+        page[:] = number + 1
+    for number, (page, address) in enumerate(zip(state.pages, state.page_addresses, strict=True)):
+        assert (page == number + 1).all()
+        assert page.ctypes.data == address
+        assert len(page) == page_bytes(config, kv_f32=False)
+
+
 def test_snapshot_view_is_the_state_itself(config: ModelConfig) -> None:
     state = SequenceState(config)
     state.reserve(1)

@@ -17,6 +17,7 @@ tiers = pytest.mark.parametrize(
     [pytest.param(t, marks=pytest.mark.skipif(t not in supported_tiers(), reason=f"no {t} here")) for t in SIMD_TIERS],
 )
 Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
 EPS = 1e-6
 
 
@@ -25,7 +26,7 @@ def table(tier: str) -> Any:
 
 
 def pointer(array: npt.NDArray[np.generic]) -> Any:
-    kind = {"float32": "float[]", "int32": "int[]", "uint16": "uint16_t[]"}[array.dtype.name]
+    kind = {"float32": "float[]", "int32": "int[]", "uint16": "uint16_t[]", "float16": "char[]"}[array.dtype.name]
     return ffi.from_buffer(kind, array)
 
 
@@ -193,13 +194,24 @@ class Attention:
         self.maximum, self.sum = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
         self.acc, self.score = np.zeros((rows, width), np.float32), np.full((rows, 64), np.nan, np.float32)
 
-    def feed(self, key: Floats, value: Floats, limit: npt.NDArray[np.int32]) -> None:
+    def feed(
+        self,
+        key: Floats | Halves,
+        value: Floats | Halves,
+        limit: npt.NDArray[np.int32],
+        following: tuple[Halves, Halves] | None = None,
+    ) -> None:
         key, value = np.ascontiguousarray(key), np.ascontiguousarray(value)
+        next_key, next_value = (key, value) if following is None else following
+        wide = np.full(lib.fm_attend_wide(self.query.shape[1]), np.nan, np.float32)
         arguments = ffi.new(
             "fm_attend_args *",
             {
                 "rows": self.query.shape[0], "head_dim": self.query.shape[1], "query": pointer(self.query),
-                "key": pointer(key), "value": pointer(value), "limit": pointer(limit), "score": pointer(self.score),
+                "half": key.dtype == np.float16, "key": pointer(key), "value": pointer(value), "wide": pointer(wide),
+                "next_key": pointer(next_key), "next_value": pointer(next_value),
+                "next_lines": 0 if following is None else next_key.nbytes // 64,
+                "limit": pointer(limit), "score": pointer(self.score),
                 "maximum": pointer(self.maximum), "sum": pointer(self.sum), "acc": pointer(self.acc),
             },
         )  # fmt: skip
@@ -221,6 +233,23 @@ def test_attention_over_pages(tier: str, rows: int, width: int) -> None:
         score = keys[: visible[r]].astype(np.float64) @ query[r]
         p = np.exp(score - score.max())
         assert attention.acc[r] / attention.sum[r] == pytest.approx(p @ values[: visible[r]] / p.sum(), abs=1e-5)
+
+
+@tiers
+@pytest.mark.parametrize("width", [16, 48, 80, 256])
+def test_attention_over_halves_has_the_bits_of_floats(tier: str, width: int) -> None:
+    """They are widened part by part, and the next page is fetched meanwhile: neither changes a bit."""
+    keys, values = (random(128, width, seed=s).astype(np.float16) for s in (21, 22))
+    query, limit = random(13, width, seed=23), np.array([64, 1, 17, 63, 0, 16, 33, 48, 64, 2, 15, 31, 40], np.int32)
+    floats, halves = Attention(tier, query), Attention(tier, query)
+    floats.feed(keys[:64].astype(np.float32), values[:64].astype(np.float32), limit)
+    halves.feed(keys[:64], values[:64], limit, (keys[64:], values[64:]))
+    assert halves.acc.tobytes() == floats.acc.tobytes()
+    assert halves.sum.tobytes() == floats.sum.tobytes()
+    for r in (0, 2, 12):
+        alone = Attention(tier, query[r : r + 1])
+        alone.feed(keys[: limit[r]], values[: limit[r]], limit[r : r + 1])
+        assert alone.acc.tobytes() == halves.acc[r].tobytes()
 
 
 @tiers
