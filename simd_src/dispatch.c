@@ -49,7 +49,7 @@ int fm_q4_matmul(const char *tier, const void *w, int cols, int tile0, int tile1
     const int maddubs = strcmp(tier, "avx2-maddubs") == 0;
     if (fm_matmul_kernels_for(maddubs ? "avx2" : tier, &k) != 0) return -1;
     const fm_q8 x = {x_tokens, cols, q, scale, correction};
-    (maddubs ? fm_q4_matmul_avx2 : k.q4_matmul)(w, cols, tile0, tile1, &x, rows, tokens, y, ldy);
+    (maddubs ? fm_q4_matmul_avx2 : k.q4_matmul)(w, cols, tile0, tile1, &x, rows, tokens, y, ldy, w);
     return 0;
 }
 

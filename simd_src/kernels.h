@@ -34,9 +34,11 @@ typedef struct {
     /* y[t * ldy + n - 16*tile0] = sum_k W[n][k] x[t][k] for n in rows of tiles tile0..tile1-1, all tokens of x.
      * One float accumulator per (n, t), groups added in ascending k:
      *     acc += (float)(dot_u4s8(group) + correction) * (w_scale * x_scale)      (fused where the tier has FMA)
-     * `rows`: indices of the token rows of x to use, or NULL for 0..tokens-1 (experts gather their tokens). */
+     * `rows`: indices of the token rows of x to use, or NULL for 0..tokens-1 (experts gather their tokens).
+     * `next`: tiles of as many columns that the caller takes next, if known (else NULL), whose start is fetched while
+     * the last ones of this call are multiplied by few tokens. */
     void (*q4_matmul)(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
-                      int tokens, float *y, size_t ldy);
+                      int tokens, float *y, size_t ldy, const fm_block_q4 *next);
 
     /* y[t * ldy + n - row0] = dot(W[n], x[t]) for n in row0..row1-1, W row-major float32 [rows][cols]. */
     void (*f32_matmul)(const float *w, int cols, int row0, int row1, const float *x, size_t ldx, const int32_t *rows,

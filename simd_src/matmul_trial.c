@@ -30,7 +30,7 @@ static void run_item(void *arg, int item, int worker) {
     const product *p = arg;
     const int first = item * p->item_tiles, last = first + p->item_tiles < p->tiles ? first + p->item_tiles : p->tiles;
     p->multiply(p->matrix, p->x->cols, first, last, p->x, NULL, p->x->tokens, p->y + (size_t)first * FM_BLOCK_ROWS,
-                (size_t)p->tiles * FM_BLOCK_ROWS);
+                (size_t)p->tiles * FM_BLOCK_ROWS, NULL);
 }
 
 static int greatest_divisor(int a, int b) { return b == 0 ? a : greatest_divisor(b, a % b); }

@@ -103,9 +103,13 @@ void fm_charge(fm_engine *e, int op, size_t bytes);
 size_t fm_matrix_bytes(const fm_matrix *w);
 
 /* y[t * ldy + n - row0] for rows row0..row1-1 (multiples of 16 if packed) of matrix `index` of the stack w;
- * rows: which inputs to take, or NULL for the first `tokens`. */
+ * rows: which inputs to take, or NULL for the first `tokens`; next: what this thread multiplies by afterwards
+ * (fm_rows_at) if it lies elsewhere and is as wide, else NULL. */
 void fm_multiply(const fm_engine *e, int worker, const fm_matrix *w, int index, int row0, int row1, const fm_input *in,
-                 const int32_t *rows, int tokens, float *y, size_t ldy);
+                 const int32_t *rows, int tokens, float *y, size_t ldy, const void *next);
+
+/* Where rows from `row` on (a multiple of 16 if packed) of matrix `index` of the stack w lie. */
+const void *fm_rows_at(const fm_matrix *w, int index, int row);
 
 /* Quantises columns col..col+n-1 (multiples of 32) of row `row`, if packed matrices will read it: to one term, or, while
  * e->refined, to two. */

@@ -68,15 +68,18 @@ static void group_tokens(fm_engine *e) {
 }
 
 /* inner <- quantised silu(gate x) (up x), columns col0..col1-1, for the `count` tokens listed in rows; results from
- * row `slot` of inner on. up_row: where the up rows begin in their matrix. */
+ * row `slot` of inner on. up_row: where the up rows begin in their matrix; next: see fm_multiply. */
 static void inner_tile(fm_engine *e, const fm_matrix *gate, const fm_matrix *up, int index, int up_row,
-                       const int32_t *rows, int count, fm_input *inner, int slot, int col0, int col1, int worker) {
+                       const int32_t *rows, int count, fm_input *inner, int slot, int col0, int col1, int worker,
+                       const void *next) {
     const int width = col1 - col0;
     float *g = fm_worker_scratch(e, worker), *u = g + FM_EXPERT_TOKENS * FM_TILE_ROWS;
     for (int begin = 0; begin < count; begin += FM_EXPERT_TOKENS) {
         const int tokens = fm_least(FM_EXPERT_TOKENS, count - begin);
-        fm_multiply(e, worker, gate, index, col0, col1, &e->normed, rows + begin, tokens, g, (size_t)width);
-        fm_multiply(e, worker, up, index, up_row + col0, up_row + col1, &e->normed, rows + begin, tokens, u, (size_t)width);
+        fm_multiply(e, worker, gate, index, col0, col1, &e->normed, rows + begin, tokens, g, (size_t)width,
+                    fm_rows_at(up, index, up_row + col0));
+        fm_multiply(e, worker, up, index, up_row + col0, up_row + col1, &e->normed, rows + begin, tokens, u,
+                    (size_t)width, next);
         for (int t = 0; t < tokens; t++) {
             const int row = slot + begin + t;
             float *out = inner->x + (size_t)row * inner->ld + col0;
@@ -86,32 +89,46 @@ static void inner_tile(fm_engine *e, const fm_matrix *gate, const fm_matrix *up,
     }
 }
 
+/* What an item of inner_item begins with. */
+typedef struct {
+    const fm_expert_group *group; /* NULL: the shared expert */
+    int col0;
+} inner_place;
+
+static inner_place place_of(const moe_job *job, int item) {
+    if (item < job->shared_items) return (inner_place){NULL, item * job->cols};
+    item -= job->shared_items;
+    return (inner_place){job->engine->group + item / job->inner_items, item % job->inner_items * job->cols};
+}
+
 static void inner_item(void *arg, int item, int worker) {
     const moe_job *job = arg;
     fm_engine *e = job->engine;
     const fm_layer *layer = job->layer;
-    if (item < job->shared_items) {
-        const int col0 = item * job->cols, col1 = fm_least(col0 + job->cols, e->spec.shared_hidden);
+    const inner_place here = place_of(job, item), then = place_of(job, item + 1);
+    const fm_expert_group *group = here.group;
+    const void *next = NULL;
+    if (item + 1 < job->shared_items + e->groups * job->inner_items)
+        next = then.group ? fm_rows_at(&layer->experts_gate_up, then.group->expert, then.col0)
+                          : fm_rows_at(&layer->shared_gate, 0, then.col0);
+    if (!group)
         inner_tile(e, &layer->shared_gate, &layer->shared_up, 0, 0, e->every_token, e->tokens, &e->shared_inner, 0,
-                   col0, col1, worker);
-        return;
-    }
-    item -= job->shared_items;
-    const fm_expert_group *group = e->group + item / job->inner_items;
-    const int col0 = item % job->inner_items * job->cols;
-    const int col1 = fm_least(col0 + job->cols, e->spec.expert_hidden);
-    inner_tile(e, &layer->experts_gate_up, &layer->experts_gate_up, group->expert, e->spec.expert_hidden,
-               e->slot_token + group->begin, group->end - group->begin, &e->expert_inner, group->begin, col0, col1,
-               worker);
+                   here.col0, fm_least(here.col0 + job->cols, e->spec.shared_hidden), worker, next);
+    else
+        inner_tile(e, &layer->experts_gate_up, &layer->experts_gate_up, group->expert, e->spec.expert_hidden,
+                   e->slot_token + group->begin, group->end - group->begin, &e->expert_inner, group->begin, here.col0,
+                   fm_least(here.col0 + job->cols, e->spec.expert_hidden), worker, next);
 }
 
 /* sum[token] += weight * (down inner[slot]) on rows row0.. of down, for `count` slots that belong to `tokens`. */
-static void add_down(fm_engine *e, int worker, const fm_matrix *down, int index, const fm_input *inner, int slot, int count,
-                     const int32_t *tokens, const float *weight, int row0, int row1, float *sum, float *part) {
+static void add_down(fm_engine *e, int worker, const fm_matrix *down, int index, const fm_input *inner, int slot,
+                     int count, const int32_t *tokens, const float *weight, int row0, int row1, float *sum,
+                     float *part, const void *next) {
     const int width = row1 - row0;
     for (int begin = 0; begin < count; begin += FM_EXPERT_TOKENS) {
         const int n = fm_least(FM_EXPERT_TOKENS, count - begin);
-        fm_multiply(e, worker, down, index, row0, row1, inner, e->every_token + slot + begin, n, part, (size_t)width);
+        fm_multiply(e, worker, down, index, row0, row1, inner, e->every_token + slot + begin, n, part, (size_t)width,
+                    next);
         for (int i = 0; i < n; i++)
             e->ops->axpy(weight[begin + i], part + (size_t)i * width, width, sum + (size_t)tokens[begin + i] * width);
     }
@@ -127,15 +144,18 @@ static void down_item(void *arg, int item, int worker) {
     memset(sum, 0, (size_t)e->tokens * width * sizeof(float));
     for (int i = 0; i < e->groups; i++) {
         const fm_expert_group *g = e->group + i;
+        const void *next = i + 1 < e->groups ? fm_rows_at(&job->layer->experts_down, g[1].expert, row0)
+                                             : fm_rows_at(&job->layer->shared_down, 0, row0);
         add_down(e, worker, &job->layer->experts_down, g->expert, &e->expert_inner, g->begin, g->end - g->begin,
-                 e->slot_token + g->begin, e->slot_weight + g->begin, row0, row1, sum, part);
+                 e->slot_token + g->begin, e->slot_weight + g->begin, row0, row1, sum, part, next);
     }
     for (int t = 0; t < e->tokens; t++) {
         const float logit = e->router[(size_t)t * (s->experts + 1) + s->experts];
         gate[t] = 1.0f / (1.0f + expf(-logit));
     }
-    add_down(e, worker, &job->layer->shared_down, 0, &e->shared_inner, 0, e->tokens, e->every_token, gate, row0, row1, sum,
-             part);
+    const void *next = row1 < s->hidden ? fm_rows_at(&job->layer->experts_down, e->group->expert, row1) : NULL;
+    add_down(e, worker, &job->layer->shared_down, 0, &e->shared_inner, 0, e->tokens, e->every_token, gate, row0, row1,
+             sum, part, next);
     for (int t = 0; t < e->tokens; t++)
         e->ops->axpy(1.0f, sum + (size_t)t * width, width, e->hidden + (size_t)t * s->hidden + row0);
 }

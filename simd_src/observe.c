@@ -39,7 +39,7 @@ static void expert_norms(void *arg, int item, int worker) {
         for (int row0 = 0; row0 < e->spec.hidden; row0 += FM_TILE_ROWS) {
             const int width = fm_least(FM_TILE_ROWS, e->spec.hidden - row0);
             fm_multiply(e, worker, job->down, g->expert, row0, row0 + width, &e->expert_inner, e->every_token + begin,
-                        count, part, (size_t)width);
+                        count, part, (size_t)width, NULL);
             for (int i = 0; i < count; i++)
                 for (int j = 0; j < width; j++) sum[i] += (double)part[i * width + j] * part[i * width + j];
         }

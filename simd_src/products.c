@@ -3,16 +3,21 @@
 
 #include "model.h"
 
-enum { MAX_PRODUCTS = 8, VECTOR_ROWS = 512, REST = 256 };
+enum { MAX_PRODUCTS = 8, VECTOR_ROWS = 512, LEAST_FLOAT_ROWS = 4, REST = 256 };
 
 size_t fm_matrix_bytes(const fm_matrix *w) {
     const size_t weights = (size_t)w->rows * w->cols;
     return w->dtype == FM_Q4 ? weights / (FM_BLOCK_ROWS * FM_BLOCK_COLS) * FM_BLOCK_BYTES : weights * sizeof(float);
 }
 
+const void *fm_rows_at(const fm_matrix *w, int index, int row) {
+    return (const char *)w->data + (size_t)index * fm_matrix_bytes(w) + fm_matrix_bytes(w) / w->rows * row;
+}
+
 /* The product with inputs of two terms: both go through the weights in one pass, and their results are added. */
 static void multiply_refined(const fm_engine *e, int worker, const fm_block_q4 *w, int cols, int row0, int row1,
-                             const fm_q8 *q, const int32_t *rows, int tokens, float *y, size_t ldy) {
+                             const fm_q8 *q, const int32_t *rows, int tokens, float *y, size_t ldy,
+                             const void *next) {
     const int width = row1 - row0;
     const int most = fm_least(FM_SPARE_FLOATS / (2 * width), FM_EXPERT_TOKENS / 2);
     float *part = fm_worker_spare(e, worker);
@@ -25,7 +30,7 @@ static void multiply_refined(const fm_engine *e, int worker, const fm_block_q4 *
             terms[2 * t + 1] = 2 * row + 1;
         }
         e->kernels.q4_matmul(w, cols, row0 / FM_BLOCK_ROWS, row1 / FM_BLOCK_ROWS, q, terms, 2 * count, part,
-                             (size_t)width);
+                             (size_t)width, next);
         for (int t = 0; t < count; t++) {
             const float *coarse = part + (size_t)2 * t * width, *fine = coarse + width;
             float *out = y + (size_t)(begin + t) * ldy;
@@ -35,15 +40,15 @@ static void multiply_refined(const fm_engine *e, int worker, const fm_block_q4 *
 }
 
 void fm_multiply(const fm_engine *e, int worker, const fm_matrix *w, int index, int row0, int row1, const fm_input *in,
-                 const int32_t *rows, int tokens, float *y, size_t ldy) {
-    const char *data = (const char *)w->data + (size_t)index * fm_matrix_bytes(w);
+                 const int32_t *rows, int tokens, float *y, size_t ldy, const void *next) {
+    const void *data = fm_rows_at(w, index, 0);
     if (w->dtype == FM_Q4 && e->refined)
-        multiply_refined(e, worker, (const fm_block_q4 *)data, w->cols, row0, row1, &in->q, rows, tokens, y, ldy);
+        multiply_refined(e, worker, data, w->cols, row0, row1, &in->q, rows, tokens, y, ldy, next);
     else if (w->dtype == FM_Q4)
-        e->kernels.q4_matmul((const fm_block_q4 *)data, w->cols, row0 / FM_BLOCK_ROWS, row1 / FM_BLOCK_ROWS, &in->q,
-                             rows, tokens, y, ldy);
+        e->kernels.q4_matmul(data, w->cols, row0 / FM_BLOCK_ROWS, row1 / FM_BLOCK_ROWS, &in->q, rows, tokens, y, ldy,
+                             next);
     else
-        e->kernels.f32_matmul((const float *)data, w->cols, row0, row1, in->x, in->ld, rows, tokens, y, ldy);
+        e->kernels.f32_matmul(data, w->cols, row0, row1, in->x, in->ld, rows, tokens, y, ldy);
 }
 
 static void quantize_to(const fm_engine *e, fm_input *in, int row, int col, const float *x, int n) {
@@ -109,12 +114,13 @@ static void product_tile(void *arg, int item, int worker) {
         float *tile = fm_worker_scratch(e, worker);
         for (int begin = 0; begin < e->tokens; begin += FM_EXPERT_TOKENS) {
             const int tokens = fm_least(FM_EXPERT_TOKENS, e->tokens - begin), width = row1 - row0;
-            fm_multiply(e, worker, p->matrix, 0, row0, row1, job->in, e->every_token + begin, tokens, tile, (size_t)width);
+            fm_multiply(e, worker, p->matrix, 0, row0, row1, job->in, e->every_token + begin, tokens, tile,
+                        (size_t)width, NULL);
             for (int t = 0; t < tokens; t++)
                 e->ops->axpy(1.0f, tile + (size_t)t * width, width, p->out + (size_t)(begin + t) * p->ld + row0);
         }
     } else {
-        fm_multiply(e, worker, p->matrix, 0, row0, row1, job->in, NULL, e->tokens, p->out + row0, p->ld);
+        fm_multiply(e, worker, p->matrix, 0, row0, row1, job->in, NULL, e->tokens, p->out + row0, p->ld, NULL);
     }
     if (p->finish) p->finish(p->arg, row0, row1, p->out + row0);
 }
@@ -122,7 +128,10 @@ static void product_tile(void *arg, int item, int worker) {
 /* Rows of an item: enough items that no thread waits long for the last, and long streams: a short one costs the memory
  * its start, and many tokens are laid side by side once an item. A float row weighs as much as seven packed ones. */
 static int item_rows(const fm_engine *e, const fm_matrix *w, int rows_of_job) {
-    if (w->dtype == FM_F32 && e->quantized) return FM_BLOCK_ROWS;
+    if (w->dtype == FM_F32 && e->quantized) {
+        const int rows = w->rows / e->threads; /* a router has few: all threads should have some */
+        return rows < LEAST_FLOAT_ROWS ? LEAST_FLOAT_ROWS : fm_least(rows, FM_BLOCK_ROWS);
+    }
     const int rows = rows_of_job / (8 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
     return rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, e->tokens == 1 ? VECTOR_ROWS : FM_TILE_ROWS);
 }

@@ -7,7 +7,6 @@
 #include <string.h>
 
 #define LANES 8
-#define PREFETCH_BYTES 2304
 
 typedef __m256i vi;
 typedef __m256 vf;

@@ -10,6 +10,6 @@ static inline vi dot_finish(vi acc, int32_t correction) {
 #include "q4_matmul_impl.h"
 
 void fm_q4_matmul_avx2(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
-                       int tokens, float *y, size_t ldy) {
-    q4_matmul(w, cols, tile0, tile1, x, rows, tokens, y, ldy);
+                       int tokens, float *y, size_t ldy, const fm_block_q4 *next) {
+    q4_matmul(w, cols, tile0, tile1, x, rows, tokens, y, ldy, next);
 }

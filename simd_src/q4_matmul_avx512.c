@@ -15,7 +15,6 @@
 #define INLINE static inline __attribute__((always_inline))
 #define TOKENS_MAX 16
 #define UNPACKED_MAX 4    /* up to so many tokens, packing costs more than it saves */
-#define PREFETCH_BLOCKS 4 /* ahead of the block in use: 2.3 KB; 8, beyond the next page, lost 15 % */
 
 typedef int32_t unaligned_word __attribute__((may_alias, aligned(1)));
 
@@ -42,7 +41,7 @@ INLINE void tile_of(const int count, const int packed, const fm_block_q4 *block,
     for (ptrdiff_t group = 0; group < 2 * (ptrdiff_t)blocks; block++) {
 #pragma GCC unroll 9
         for (int line = 0; line < FM_BLOCK_BYTES; line += 64)
-            _mm_prefetch((const char *)(block + PREFETCH_BLOCKS) + line, _MM_HINT_T0);
+            _mm_prefetch((const char *)(block + FM_FETCH_BLOCKS) + line, _MM_HINT_T0);
         for (int g = 0; g < 2; g++, group++) {
             __m512i weight[8];
 #pragma GCC unroll 4
@@ -87,20 +86,25 @@ static tile_fn *const TILE_OF[TOKENS_MAX + 1] = {
 };
 
 /* One or two tokens against a tile and the next one, side by side: two streams keep more of memory's requests under way
- * than one, 5 to 7 % of a decode step. The same sums in the same order as tile_of. */
-INLINE void pair_of(const int count, const fm_block_q4 *block, int blocks, const int8_t *const *q,
-                    const float *const *scale, const int32_t *const *correction, float *y, size_t ldy) {
+ * than one, 5 to 7 % of a decode step. `after`: where they go on, so many blocks apart again; unless that is fetched in
+ * time, the second stream starts cold every 18 KB. The same sums in the same order as tile_of. */
+INLINE void pair_of(const int count, const fm_block_q4 *block, int blocks, const fm_block_q4 *after,
+                    const int8_t *const *q, const float *const *scale, const int32_t *const *correction, float *y,
+                    size_t ldy) {
     const __m512i low = _mm512_set1_epi8(15);
     __m512 acc[2][UNPACKED_MAX];
 #pragma GCC unroll 4
     for (int t = 0; t < count; t++) acc[0][t] = acc[1][t] = _mm512_setzero_ps();
-    for (ptrdiff_t group = 0; group < 2 * (ptrdiff_t)blocks; block++) {
+    const fm_block_q4 *ahead = block + FM_FETCH_BLOCKS;
+    const ptrdiff_t turn = 2 * ((ptrdiff_t)blocks - FM_FETCH_BLOCKS);
+    for (ptrdiff_t group = 0; group < 2 * (ptrdiff_t)blocks; block++, ahead++) {
+        if (group == turn) ahead = after;
 #pragma GCC unroll 2
         for (int tile = 0; tile < 2; tile++) {
             const fm_block_q4 *b = block + (tile ? blocks : 0);
 #pragma GCC unroll 9
             for (int line = 0; line < FM_BLOCK_BYTES; line += 64)
-                _mm_prefetch((const char *)(b + PREFETCH_BLOCKS) + line, _MM_HINT_T0);
+                _mm_prefetch((const char *)(ahead + (tile ? blocks : 0)) + line, _MM_HINT_T0);
 #pragma GCC unroll 2
             for (int g = 0; g < 2; g++) {
                 __m512i weight[8];
@@ -132,7 +136,7 @@ INLINE void pair_of(const int count, const fm_block_q4 *block, int blocks, const
 }
 
 static void few_tokens(const fm_block_q4 *w, int tiles, const fm_q8 *x, const int32_t *rows, int first, int count,
-                       float *y, size_t ldy) {
+                       float *y, size_t ldy, const fm_block_q4 *next) {
     const int blocks = x->cols / FM_BLOCK_COLS, groups = x->cols / FM_GROUP;
     const int8_t *q[UNPACKED_MAX];
     const float *scale[UNPACKED_MAX];
@@ -146,12 +150,13 @@ static void few_tokens(const fm_block_q4 *w, int tiles, const fm_q8 *x, const in
     int tile = 0;
     if (count <= 2)
         for (; tile + 2 <= tiles; tile += 2) {
-            const fm_block_q4 *block = w + (size_t)tile * blocks;
+            const fm_block_q4 *block = w + (size_t)tile * blocks, *end = block + 2 * (size_t)blocks;
+            const fm_block_q4 *after = tile + 2 == tiles && next ? next : end;
             float *out = y + (size_t)tile * FM_BLOCK_ROWS;
             if (count == 1)
-                pair_of(1, block, blocks, q, scale, correction, out, ldy);
+                pair_of(1, block, blocks, after, q, scale, correction, out, ldy);
             else
-                pair_of(2, block, blocks, q, scale, correction, out, ldy);
+                pair_of(2, block, blocks, after, q, scale, correction, out, ldy);
         }
     for (; tile < tiles; tile++)
         TILE_OF[count](w + (size_t)tile * blocks, blocks, q, scale, correction, 1, y + (size_t)tile * FM_BLOCK_ROWS,
@@ -177,13 +182,16 @@ static void many_tokens(const fm_block_q4 *w, int tiles, const fm_q8 *x, const i
 }
 
 void fm_q4_matmul_avx512(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
-                         int tokens, float *y, size_t ldy) {
+                         int tokens, float *y, size_t ldy, const fm_block_q4 *next) {
     w += (size_t)tile0 * (cols / FM_BLOCK_COLS);
     int passes = (tokens + TOKENS_MAX - 1) / TOKENS_MAX;
     for (int first = 0; first < tokens; passes--) {
         const int count = (tokens - first + passes - 1) / passes; /* passes of nearly equal width */
-        (count > UNPACKED_MAX ? many_tokens : few_tokens)(w, tile1 - tile0, x, rows, first, count,
-                                                          y + (size_t)first * ldy, ldy);
+        float *out = y + (size_t)first * ldy;
+        if (count > UNPACKED_MAX)
+            many_tokens(w, tile1 - tile0, x, rows, first, count, out, ldy);
+        else
+            few_tokens(w, tile1 - tile0, x, rows, first, count, out, ldy, next);
         first += count;
     }
 }

@@ -21,33 +21,56 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One tile, one token: weights straight from the packed stream, which is what bounds it.
+/* One token against a tile or two tiles side by side, weights straight from the packed stream, which is what bounds it:
+ * two streams keep more of memory's requests under way than one. `after`: where they go on, so many blocks apart again.
  * cost per block: 9 cache lines for 1024 weights. */
-INLINE void vector_tile(const fm_block_q4 *w, int blocks, const int8_t *q, const float *scale,
-                        const int32_t *correction, float *y) {
-    vf acc[PARTS];
-    for (int p = 0; p < PARTS; p++) acc[p] = vf_zero();
-    for (int b = 0; b < blocks; b++, w++) {
-        for (int line = 0; line < FM_BLOCK_BYTES / 64; line++)
-            __builtin_prefetch((const char *)w + PREFETCH_BYTES + 64 * line);
-        for (int g = 0; g < 2; g++, q += FM_GROUP, scale++, correction++) {
-            vi dot[PARTS];
-            for (int c = 0; c < 4; c++) {
-                const vi first = broadcast4(q + 8 * c), second = broadcast4(q + 8 * c + 4);
-                for (int p = 0; p < PARTS; p++) {
-                    const vi bytes = vi_load(w->quant[g][c][p * LANES]);
-                    const vi low = low_nibbles(bytes);
-                    dot[p] = c == 0 ? dot_first(low, first) : dot_next(dot[p], low, first);
-                    dot[p] = dot_next(dot[p], high_nibbles(bytes), second);
+INLINE void vector_tiles(const int tiles, const fm_block_q4 *w, int blocks, const fm_block_q4 *after, const int8_t *q,
+                         const float *scale, const int32_t *correction, float *y) {
+    vf acc[2][PARTS];
+    for (int t = 0; t < tiles; t++)
+        for (int p = 0; p < PARTS; p++) acc[t][p] = vf_zero();
+    const fm_block_q4 *ahead = w + FM_FETCH_BLOCKS;
+    for (int b = 0; b < blocks; b++, w++, ahead++, q += 2 * FM_GROUP, scale += 2, correction += 2) {
+        if (b + FM_FETCH_BLOCKS == blocks) ahead = after;
+#pragma GCC unroll 2
+        for (int t = 0; t < tiles; t++) {
+            const fm_block_q4 *block = w + (size_t)t * blocks;
+            for (int line = 0; line < FM_BLOCK_BYTES / 64; line++)
+                __builtin_prefetch((const char *)(ahead + (size_t)t * blocks) + 64 * line);
+            for (int g = 0; g < 2; g++) {
+                vi dot[PARTS];
+                for (int c = 0; c < 4; c++) {
+                    const int8_t *in = q + FM_GROUP * g + 8 * c;
+                    const vi first = broadcast4(in), second = broadcast4(in + 4);
+                    for (int p = 0; p < PARTS; p++) {
+                        const vi bytes = vi_load(block->quant[g][c][p * LANES]);
+                        const vi low = low_nibbles(bytes);
+                        dot[p] = c == 0 ? dot_first(low, first) : dot_next(dot[p], low, first);
+                        dot[p] = dot_next(dot[p], high_nibbles(bytes), second);
+                    }
                 }
+                const vf input_scale = vf_set1(scale[g]);
+                for (int p = 0; p < PARTS; p++)
+                    acc[t][p] = vf_accumulate(acc[t][p], dot_finish(dot[p], correction[g]),
+                                              vf_mul(half_scales(block->scale[g] + p * LANES), input_scale));
             }
-            const vf input_scale = vf_set1(*scale);
-            for (int p = 0; p < PARTS; p++)
-                acc[p] = vf_accumulate(acc[p], dot_finish(dot[p], *correction),
-                                       vf_mul(half_scales(w->scale[g] + p * LANES), input_scale));
         }
     }
-    for (int p = 0; p < PARTS; p++) vf_store_unaligned(y + p * LANES, acc[p]);
+    for (int t = 0; t < tiles; t++)
+        for (int p = 0; p < PARTS; p++) vf_store_unaligned(y + t * FM_BLOCK_ROWS + p * LANES, acc[t][p]);
+}
+
+static void vector(const fm_block_q4 *w, int blocks, int tiles, const fm_q8 *x, size_t row, float *y,
+                   const fm_block_q4 *next) {
+    const int8_t *q = x->q + row * x->cols;
+    const float *scale = x->scale + row * (2 * (size_t)blocks);
+    const int32_t *correction = x->correction + row * (2 * (size_t)blocks);
+    for (; tiles >= 2; tiles -= 2, y += 2 * FM_BLOCK_ROWS) {
+        const fm_block_q4 *end = w + 2 * (size_t)blocks;
+        vector_tiles(2, w, blocks, tiles == 2 && next ? next : end, q, scale, correction, y);
+        w = end;
+    }
+    if (tiles) vector_tiles(1, w, blocks, next ? next : w + blocks, q, scale, correction, y);
 }
 
 /* Several tokens: a block of MOST_TILES x 16 rows is unpacked once into first-level cache and used by every token. */
@@ -112,14 +135,11 @@ static void matrix_panel(const fm_block_q4 *w, int blocks, int tiles, const fm_q
 }
 
 static void q4_matmul(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
-                      int tokens, float *y, size_t ldy) {
+                      int tokens, float *y, size_t ldy, const fm_block_q4 *next) {
     const int blocks = cols / FM_BLOCK_COLS;
     w += (size_t)tile0 * blocks;
     if (tokens == 1) {
-        const size_t row = rows ? (size_t)rows[0] : 0;
-        for (int tile = 0; tile < tile1 - tile0; tile++)
-            vector_tile(w + (size_t)tile * blocks, blocks, x->q + row * cols, x->scale + row * (2 * (size_t)blocks),
-                        x->correction + row * (2 * (size_t)blocks), y + tile * FM_BLOCK_ROWS);
+        vector(w, blocks, tile1 - tile0, x, (size_t)fm_token_row(rows, 0), y, next);
         return;
     }
     for (int first = 0; first < tokens; first += MOST_TOKENS) {

@@ -6,7 +6,8 @@
 #include "tiers.h"
 
 void fm_q4_matmul_scalar(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
-                         int tokens, float *y, size_t ldy) {
+                         int tokens, float *y, size_t ldy, const fm_block_q4 *next) {
+    (void)next;
     const int blocks = cols / FM_BLOCK_COLS, groups = cols / FM_GROUP;
     for (int tile = tile0; tile < tile1; tile++) {
         const fm_block_q4 *tile_blocks = w + (size_t)tile * blocks;

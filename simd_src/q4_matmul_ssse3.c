@@ -6,7 +6,6 @@
 #include <string.h>
 
 #define LANES 4
-#define PREFETCH_BYTES 2304
 
 typedef __m128i vi;
 typedef __m128 vf;
@@ -45,6 +44,6 @@ static inline vf half_scales(const uint16_t *p) {
 #include "q4_matmul_impl.h"
 
 void fm_q4_matmul_ssse3(const fm_block_q4 *w, int cols, int tile0, int tile1, const fm_q8 *x, const int32_t *rows,
-                        int tokens, float *y, size_t ldy) {
-    q4_matmul(w, cols, tile0, tile1, x, rows, tokens, y, ldy);
+                        int tokens, float *y, size_t ldy, const fm_block_q4 *next) {
+    q4_matmul(w, cols, tile0, tile1, x, rows, tokens, y, ldy, next);
 }
