@@ -1,8 +1,8 @@
 """Speed at a long context beside a short one, in turns within one process, since a shared host's speed moves.
 
 Decode: at --context tokens and at 128. Prefill of --context tokens over prefill of 512: both consist of passes of 512,
-and a pass takes longer by the same amount for every one before it, so the mean pass of the long prompt is the one in the
-middle, and what is timed is that one against the first. Keys and values are random: speed does not depend on them.
+and a pass takes longer by the same amount for every one before it, so the mean pass of the long prompt is the one in
+the middle, and what is timed is that one against the first. Keys and values are random: speed does not depend on them.
 
 Usage: python tests/bench/long_context.py MODEL [--context 8192] [--tokens 16] [--rounds 6] [--threads N]
        [--simd-tier T]. The last line is JSON.
