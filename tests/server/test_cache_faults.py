@@ -354,7 +354,7 @@ def check_kills(directory: Path, oracle: Oracle, count: int, conversations: int)
     rng = random.Random(count)
     right = 0
     tiers: set[str | None] = set()
-    for _ in range(count):
+    for kill in range(count):
         victim = Victim(directory)
         answers: list[tuple[int, Any]] = []
         try:
@@ -362,6 +362,9 @@ def check_kills(directory: Path, oracle: Oracle, count: int, conversations: int)
             assert victim.client.metric("fermion_cache_disk_corrupt_total") == 0
             wait = under_load(victim.client, rng, conversations, answers)
             wait_for(partial(_has, answers, rng.randint(1, 6)))
+            if kill == 0:
+                # Snapshots are a second old before they are written; later kills come at any moment.
+                wait_for(lambda: any(path.suffix == ".snap" for path in files_of(directory)))
             time.sleep(rng.uniform(0.0, 0.3))
         finally:
             victim.kill()
