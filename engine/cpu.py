@@ -134,6 +134,12 @@ class CpuEngine:
         buffer = ffi.buffer(pointer, self._tokens * self._hidden * 4)
         return np.frombuffer(buffer, np.float32).reshape(self._tokens, self._hidden)
 
+    @property
+    def hidden_buffer(self) -> Float32Array:
+        """Where `hidden` lies in every pass: float32 [max_tokens, hidden], for as long as the engine lives."""
+        buffer = ffi.buffer(lib.fm_pass_hidden(self._live()), self.max_tokens * self._hidden * 4)
+        return np.frombuffer(buffer, np.float32).reshape(self.max_tokens, self._hidden)
+
     def layers(self, state: SequenceState, first: int, last: int, *, recurrent: bool) -> None:
         """Run layers first..last-1 of the pass; see fm_pass_layers."""
         lib.fm_pass_layers(self._live(), self._sequence(state, self._tokens), first, last, recurrent)

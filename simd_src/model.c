@@ -174,19 +174,36 @@ static void embed(const fm_engine *e, int id, float *out) {
         memcpy(out, (const float *)table->data + (size_t)id * table->cols, (size_t)table->cols * sizeof(float));
 }
 
+typedef struct {
+    const fm_engine *engine;
+    const int *ids, *positions;
+} begin_job;
+
+static void begin_token(void *arg, int t, int worker) {
+    (void)worker;
+    const begin_job *job = arg;
+    const fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    embed(e, job->ids[t], e->hidden + (size_t)t * s->hidden);
+    for (int j = 0; j < s->rotary_pairs; j++) {
+        /* The angle is rounded to float32 first, as the model saw it in training. */
+        const float angle = (float)job->positions[3 * t + s->rotary_axis[j]] * s->inverse_frequency[j];
+        e->cosine[(size_t)t * s->rotary_pairs + j] = (float)cos(angle);
+        e->sine[(size_t)t * s->rotary_pairs + j] = (float)sin(angle);
+    }
+}
+
+/* A row of the packed table lies in several hundred cache lines, none of them in a cache: many tokens keep a single
+ * thread waiting for memory for milliseconds, during which a card has nothing to do. */
 void fm_pass_begin(fm_engine *e, const int *ids, const int *positions, int tokens) {
     const fm_model_spec *s = &e->spec;
     e->tokens = tokens;
     e->charged_to = now();
-    for (int t = 0; t < tokens; t++) {
-        embed(e, ids[t], e->hidden + (size_t)t * s->hidden);
-        for (int j = 0; j < s->rotary_pairs; j++) {
-            /* The angle is rounded to float32 first, as the model saw it in training. */
-            const float angle = (float)positions[3 * t + s->rotary_axis[j]] * s->inverse_frequency[j];
-            e->cosine[(size_t)t * s->rotary_pairs + j] = (float)cos(angle);
-            e->sine[(size_t)t * s->rotary_pairs + j] = (float)sin(angle);
-        }
-    }
+    begin_job job = {e, ids, positions};
+    if (tokens == 1)
+        begin_token(&job, 0, 0);
+    else
+        fm_parallel_for(e->pool, tokens, begin_token, &job);
     fm_charge(e, FM_OP_EMBED, tokens * (fm_matrix_bytes(&s->embed) / s->embed.rows));
 }
 
