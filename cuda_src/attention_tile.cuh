@@ -20,6 +20,7 @@
 
 #define QUERY_ROWS 32
 #define KEY_ROWS 64
+#define VALUE_ROWS 8 /* per stage */
 #define ATTENTION_THREADS 256
 #define UNSEEN -3.0e38f
 
@@ -27,7 +28,7 @@ template <int D>
 struct AttentionShape {
     static const int DEPTH = D % 16 == 0 ? 16 : D % 12 == 0 ? 12 : 8; /* channels of q and k per stage */
     static const int KEY_PITCH = KEY_ROWS + 2, QUERY_PITCH = QUERY_ROWS + 2;
-    static const int SCORE_STAGE = DEPTH * (KEY_PITCH + QUERY_PITCH), VALUE_STAGE = 8 * D; /* floats */
+    static const int SCORE_STAGE = DEPTH * (KEY_PITCH + QUERY_PITCH), VALUE_STAGE = VALUE_ROWS * D; /* floats */
     static const int STAGE = SCORE_STAGE > VALUE_STAGE ? SCORE_STAGE : VALUE_STAGE;
     static const int CHANNELS = (D + 31) / 32; /* per lane */
     static const bool PAIRED = D % 64 == 0;
@@ -43,34 +44,80 @@ struct SoftmaxState {
     int seen[QUERY_ROWS]; /* keys each row sees */
 };
 
+/* What a thread brings into one stage of keys and query rows, or of values. The loads of keys run under the stage before;
+ * for those of values the sums leave no registers, but they are under way together. */
+template <int D>
+struct KeyStage {
+    typedef AttentionShape<D> Shape;
+    static const int PAIRS = Shape::DEPTH / 2, ROUNDS = (KEY_ROWS * PAIRS + ATTENTION_THREADS - 1) / ATTENTION_THREADS;
+    static_assert(QUERY_ROWS * PAIRS <= ATTENTION_THREADS, "one channel pair of one query row per thread");
+    float2 key[ROUNDS], query;
+
+    /* `own`: the thread's pair of query channels in a stage at channel 0 */
+    template <typename Source>
+    __device__ __forceinline__ void fetch(const Source &source, const float *own, int c0, int thread) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            const int at = i * ATTENTION_THREADS + thread;
+            if (KEY_ROWS * PAIRS % ATTENTION_THREADS == 0 || at < KEY_ROWS * PAIRS)
+                key[i] = source.key(at / PAIRS, c0 + at % PAIRS * 2);
+        }
+        if (QUERY_ROWS * PAIRS == ATTENTION_THREADS || thread < QUERY_ROWS * PAIRS) query = *(const float2 *)(own + c0);
+    }
+    __device__ __forceinline__ void store(float *keys, float *rows, int thread) const {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            const int at = i * ATTENTION_THREADS + thread, n = at / PAIRS, c = at % PAIRS * 2;
+            if (KEY_ROWS * PAIRS % ATTENTION_THREADS == 0 || at < KEY_ROWS * PAIRS) {
+                keys[c * Shape::KEY_PITCH + n] = key[i].x;
+                keys[(c + 1) * Shape::KEY_PITCH + n] = key[i].y;
+            }
+        }
+        if (QUERY_ROWS * PAIRS == ATTENTION_THREADS || thread < QUERY_ROWS * PAIRS) {
+            rows[thread % PAIRS * 2 * Shape::QUERY_PITCH + thread / PAIRS] = query.x;
+            rows[(thread % PAIRS * 2 + 1) * Shape::QUERY_PITCH + thread / PAIRS] = query.y;
+        }
+    }
+};
+
+template <int D>
+struct ValueStage {
+    static const int COUNT = VALUE_ROWS * D / 2, ROUNDS = (COUNT + ATTENTION_THREADS - 1) / ATTENTION_THREADS;
+    float2 value[ROUNDS];
+
+    template <typename Source>
+    __device__ __forceinline__ void fetch(const Source &source, int n0, int thread) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            const int at = i * ATTENTION_THREADS + thread;
+            if (COUNT % ATTENTION_THREADS == 0 || at < COUNT) value[i] = source.value(n0 + at / (D / 2), at % (D / 2) * 2);
+        }
+    }
+    __device__ __forceinline__ void store(float *stage, int thread) const {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            const int at = i * ATTENTION_THREADS + thread;
+            if (COUNT % ATTENTION_THREADS == 0 || at < COUNT) *(float2 *)&stage[at * 2] = value[i];
+        }
+    }
+};
+
 /* Scores of this thread: rows 4 warp..+3, keys 2 lane, 2 lane + 1 of the open tile. `query` is the float in `queries`
  * where this thread's share of the query rows begins. */
 template <int D, typename Source>
 static __device__ __forceinline__ void attention_scores(float (&stage)[AttentionShape<D>::STAGE], const Source &source,
                                                         const float *queries, unsigned query, float (&score)[4][2]) {
     typedef AttentionShape<D> Shape;
-    const int PAIRS = Shape::DEPTH / 2;
-    static_assert(QUERY_ROWS * PAIRS <= ATTENTION_THREADS, "one channel pair of one query row per thread");
     const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
     float *keys = stage, *rows = stage + Shape::DEPTH * Shape::KEY_PITCH;
+    KeyStage<D> next;
+    next.fetch(source, queries + query, 0, thread);
 #pragma unroll 1
     for (int c0 = 0; c0 < D; c0 += Shape::DEPTH) {
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < KEY_ROWS * PAIRS; i += ATTENTION_THREADS) {
-            const int n = (i + thread) / PAIRS, c = (i + thread) % PAIRS * 2;
-            if (KEY_ROWS * PAIRS % ATTENTION_THREADS == 0 || n < KEY_ROWS) {
-                const float2 pair = source.key(n, c0 + c);
-                keys[c * Shape::KEY_PITCH + n] = pair.x;
-                keys[(c + 1) * Shape::KEY_PITCH + n] = pair.y;
-            }
-        }
-        if (QUERY_ROWS * PAIRS == ATTENTION_THREADS || thread < QUERY_ROWS * PAIRS) {
-            const float2 pair = *(const float2 *)(queries + query + c0);
-            rows[thread % PAIRS * 2 * Shape::QUERY_PITCH + thread / PAIRS] = pair.x;
-            rows[(thread % PAIRS * 2 + 1) * Shape::QUERY_PITCH + thread / PAIRS] = pair.y;
-        }
+        next.store(keys, rows, thread_again());
         __syncthreads();
+        if (c0 + Shape::DEPTH < D) next.fetch(source, queries + query, c0 + Shape::DEPTH, thread_again());
 #pragma unroll
         for (int c = 0; c < Shape::DEPTH; ++c) {
             const float2 k = *(const float2 *)&keys[c * Shape::KEY_PITCH + 2 * lane];
@@ -129,14 +176,14 @@ static __device__ __forceinline__ void attention_values(const SoftmaxState &stat
     typedef AttentionShape<D> Shape;
     const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
 #pragma unroll 1
-    for (int n0 = 0; n0 < KEY_ROWS; n0 += 8) {
+    for (int n0 = 0; n0 < KEY_ROWS; n0 += VALUE_ROWS) {
+        ValueStage<D> next;
+        next.fetch(source, n0, thread_again());
         __syncthreads();
-#pragma unroll 1
-        for (int i = thread; i < 8 * D / 2; i += ATTENTION_THREADS)
-            *(float2 *)&stage[i * 2] = source.value(n0 + i / (D / 2), i % (D / 2) * 2);
+        next.store(stage, thread_again());
         __syncthreads();
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 0; n < VALUE_ROWS; ++n) {
             const float2 low = *(const float2 *)&state.p[n0 + n][4 * warp];
             const float2 high = *(const float2 *)&state.p[n0 + n][4 * warp + 2];
             const float p[4] = {low.x, low.y, high.x, high.y};

@@ -17,15 +17,12 @@
  * o      float[T][Hv][D]
  * map    chunk: grid (chunks, Hv), block 256.  scan: grid (ceil(D/32), Hv), block 256: 32 value columns of one head
  * cost   per token and head: chunk 4.5 * 32 D, scan 2 * (3 D^2 + 32 D) flop; work is written once and read D/32 times
- * needs  chunks <= 65535; 38 KB and 22 KB shared
+ * needs  chunks <= 65535; 40 KB and 39 KB shared
  */
 #include "fermi.h"
 
 #define CHUNK 32
 #define THREADS 256
-#ifndef LOADS_AHEAD
-#define LOADS_AHEAD 1 /* rounds of a loop over memory that are unrolled: as many as registers allow */
-#endif
 
 template <int D>
 struct DeltaWork {
@@ -161,31 +158,97 @@ static __device__ __forceinline__ void delta_chunk(ChunkShared<D> &shared, const
 template <int D>
 struct ScanShape {
     static const int COLUMNS = D < 32 ? D : 32; /* value columns of S per block */
-    static const int COLUMN_GROUPS = COLUMNS / 4;
+    static const int GROUPS = COLUMNS / 4;      /* a thread owns four of them */
+    static const int DEPTH = D < 32 ? D : 32;   /* columns of W and e^G Q per stage */
+    static const int PITCH = COLUMNS + 2; /* of S, N and U in shared memory */
+    static const int STAGE = CHUNK * (2 * DEPTH + 4 > CHUNK + 2 + PITCH ? 2 * DEPTH + 4 : CHUNK + 2 + PITCH);
+    static const int KEYS = CHUNK * D < 2048 ? CHUNK : 2048 / D; /* rows of K per stage */
 };
 
+/* The scan's left operands come through shared memory in stages; the next stage is under way while one is worked on, for
+ * there are as many blocks as a large card has multiprocessors and nothing else would hide the loads. Two stages take
+ * turns, so that one barrier each is enough: who writes a stage again has passed the barrier of the other one, which all
+ * reach after reading. */
 template <int D>
 struct ScanShared {
-    float s[D][ScanShape<D>::COLUMNS + 2];
-    float n[CHUNK][ScanShape<D>::COLUMNS + 2];
+    float s[D][ScanShape<D>::PITCH];
+    float n[CHUNK][ScanShape<D>::PITCH];
+    float stage[2][ScanShape<D>::STAGE];
 };
 
-/* acc[r][c] += sum_k left[r][k] s[k][c] for two rows and four columns. */
-template <int K, int PITCH>
-static __device__ __forceinline__ void scan_product(const float *left0, const float *left1, const float (*s)[PITCH],
-                                                    int column, float (&acc)[2][4]) {
-#pragma unroll LOADS_AHEAD
-    for (int k = 0; k < K; k += 4) {
-        const float4 l0 = *(const float4 *)(left0 + k), l1 = *(const float4 *)(left1 + k);
-        const float l[2][4] = {{l0.x, l0.y, l0.z, l0.w}, {l1.x, l1.y, l1.z, l1.w}};
+/* A thread's share, float4 number `round`, of COUNT floats: rows of WIDTH floats, PITCH apart in memory, on their way to
+ * shared rows of WIDTH + PAD. */
+template <int COUNT, int WIDTH, int PITCH>
+static __device__ __forceinline__ void stage_fetch(float4 &next, const float *from, int thread, int round) {
+    const int at = (thread + round * THREADS) * 4;
+    if (COUNT % (4 * THREADS) == 0 || at < COUNT) next = *(const float4 *)(from + at / WIDTH * PITCH + at % WIDTH);
+}
+template <int COUNT, int WIDTH, int PAD>
+static __device__ __forceinline__ void stage_store(const float4 &next, float *to, int thread, int round) {
+    const int at = (thread + round * THREADS) * 4;
+    if (COUNT % (4 * THREADS) == 0 || at < COUNT) {
+        float2 low, high;
+        low.x = next.x;
+        low.y = next.y;
+        high.x = next.z;
+        high.y = next.w;
+        to += at / WIDTH * (WIDTH + PAD) + at % WIDTH;
+        *(float2 *)to = low;
+        *(float2 *)(to + 2) = high;
+    }
+}
+
+/* The three kinds of stage: DEPTH columns of W and, below it, of e^G Q; P and the block's columns of U; rows of K. */
+template <int D>
+struct ScanStage {
+    typedef ScanShape<D> Shape;
+    static const int WQ = 2 * CHUNK * Shape::DEPTH, U = CHUNK * Shape::COLUMNS, K = Shape::KEYS * D;
+    static const int U_AT = CHUNK * (CHUNK + 2);
+    float4 next[2];
+
+    __device__ __forceinline__ void fetch_wq(const float *part, int column, int thread) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 low = *(const float2 *)&s[k + i][column], high = *(const float2 *)&s[k + i][column + 2];
-            const float right[4] = {low.x, low.y, high.x, high.y};
+        for (int i = 0; i * 4 * THREADS < WQ; ++i)
+            stage_fetch<WQ, Shape::DEPTH, D>(next[i], part + DeltaWork<D>::W + column, thread, i);
+    }
+    __device__ __forceinline__ void store_wq(float *stage, int thread) const {
+#pragma unroll
+        for (int i = 0; i * 4 * THREADS < WQ; ++i) stage_store<WQ, Shape::DEPTH, 2>(next[i], stage, thread, i);
+    }
+    __device__ __forceinline__ void fetch_pu(const float *part, int first_column, int thread) {
+        stage_fetch<CHUNK * CHUNK, CHUNK, CHUNK>(next[0], part + DeltaWork<D>::P, thread, 0);
+        stage_fetch<U, Shape::COLUMNS, D>(next[1], part + DeltaWork<D>::U + first_column, thread, 0);
+    }
+    __device__ __forceinline__ void store_pu(float *stage, int thread) const {
+        stage_store<CHUNK * CHUNK, CHUNK, 2>(next[0], stage, thread, 0);
+        stage_store<U, Shape::COLUMNS, 2>(next[1], stage + U_AT, thread, 0);
+    }
+    __device__ __forceinline__ void fetch_k(const float *part, int row, int thread) {
+#pragma unroll
+        for (int i = 0; i * 4 * THREADS < K; ++i) stage_fetch<K, D, D>(next[i], part + DeltaWork<D>::K + row * D, thread, i);
+    }
+    __device__ __forceinline__ void store_k(float *stage, int thread) const {
+#pragma unroll
+        for (int i = 0; i * 4 * THREADS < K; ++i) stage_store<K, D, 0>(next[i], stage, thread, i);
+    }
+};
+
+/* acc[r][c] += sum_k left[r][k] right[k][c] for two rows, PITCH apart, and four columns. */
+template <int K, int PITCH, int RIGHT>
+static __device__ __forceinline__ void scan_product(const float *left, const float (*right)[RIGHT], int column,
+                                                    float (&acc)[2][4]) {
+#pragma unroll 4
+    for (int k = 0; k < K; k += 2) {
+        const float2 l0 = *(const float2 *)(left + k), l1 = *(const float2 *)(left + PITCH + k);
+        const float l[2][2] = {{l0.x, l0.y}, {l1.x, l1.y}};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 low = *(const float2 *)&right[k + i][column], high = *(const float2 *)&right[k + i][column + 2];
+            const float b[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int c = 0; c < 4; ++c) acc[r][c] = fmaf(l[r][i], right[c], acc[r][c]);
+                for (int c = 0; c < 4; ++c) acc[r][c] = fmaf(l[r][i], b[c], acc[r][c]);
         }
     }
 }
@@ -193,36 +256,53 @@ static __device__ __forceinline__ void scan_product(const float *left0, const fl
 template <int D>
 static __device__ __forceinline__ void delta_scan(ScanShared<D> &shared, const float *work, const int4 *chunks,
                                                   int chunk_count, float *state, float *snapshots, float *o) {
-    const int COLUMNS = ScanShape<D>::COLUMNS, GROUPS = ScanShape<D>::COLUMN_GROUPS, PITCH = COLUMNS + 2;
-    const int thread = threadIdx.x, head = blockIdx.y, heads = gridDim.y, first_column = blockIdx.x * COLUMNS;
+    typedef ScanShape<D> Shape;
+    const int DEPTH = Shape::DEPTH, KEYS = Shape::KEYS, PITCH = Shape::PITCH;
+    const int thread = threadIdx.x, head = blockIdx.y, heads = gridDim.y, first_column = blockIdx.x * Shape::COLUMNS;
     const long long head_state = (long long)head * D * D + first_column;
-    for (int i = thread; i < D * COLUMNS; i += THREADS)
-        shared.s[i / COLUMNS][i % COLUMNS] = state[head_state + i / COLUMNS * D + i % COLUMNS];
-    __syncthreads();
-
-    /* Threads 0..16 GROUPS - 1 compute W S, the next 16 GROUPS (e^G Q) S: two rows, four columns each. */
-    const int column = thread % GROUPS * 4, pair = thread / GROUPS, row = pair % 16 * 2;
+    /* Threads of lower `pair` compute W S, the
+     * next e^G Q S, two rows each; all share the update of S, four of its rows each. */
+    const int column = thread / 2 % Shape::GROUPS * 4, pair = thread % 2 + thread / (2 * Shape::GROUPS) * 2;
+    const int row = pair % 16 * 2, own = pair * 4;
     const bool has_w = pair < 16, has_q = pair >= 16 && pair < 32;
+    for (int i = thread; i < D * Shape::COLUMNS; i += THREADS)
+        shared.s[i / Shape::COLUMNS][i % Shape::COLUMNS] = state[head_state + i / Shape::COLUMNS * D + i % Shape::COLUMNS];
+
+    const float *part = work + (long long)head * DeltaWork<D>::SIZE;
+    ScanStage<D> stage;
+    stage.fetch_wq(part, 0, thread);
+    int buffer = 0;
+#pragma unroll 1
     for (int index = 0; index < chunk_count; ++index) {
-        const int4 chunk = chunks[index];
-        const float *part = work + ((long long)index * heads + head) * DeltaWork<D>::SIZE;
         float acc[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-        if (has_w || has_q) {
-            const float *left = part + (has_w ? DeltaWork<D>::W : DeltaWork<D>::Q) + row * D;
-            scan_product<D, PITCH>(left, left + D, shared.s, column, acc);
+#pragma unroll 1
+        for (int k = 0; k < D; k += DEPTH) {
+            stage.store_wq(shared.stage[buffer], thread_again());
+            __syncthreads();
+            if (k + DEPTH < D)
+                stage.fetch_wq(part, k + DEPTH, thread_again());
+            else
+                stage.fetch_pu(part, block_x_again() * Shape::COLUMNS, thread_again());
+            if (has_w || has_q)
+                scan_product<DEPTH, DEPTH + 2>(shared.stage[buffer] + ((has_w ? 0 : CHUNK) + row) * (DEPTH + 2),
+                                               shared.s + k, column, acc);
+            buffer ^= 1;
         }
+        stage.store_pu(shared.stage[buffer], thread_again());
+        __syncthreads();
+        stage.fetch_k(part, 0, thread_again());
         if (has_w) {
+            const float *u = shared.stage[buffer] + ScanStage<D>::U_AT + row * PITCH + column;
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    shared.n[row + r][column + c] =
-                        part[DeltaWork<D>::U + (row + r) * D + first_column + column + c] - acc[r][c];
+                for (int c = 0; c < 4; ++c) shared.n[row + r][column + c] = u[r * PITCH + c] - acc[r][c];
         }
         __syncthreads();
+        const int4 chunk = chunks[index];
+        const float decay = part[DeltaWork<D>::DECAY];
         if (has_q) {
-            const float *left = part + DeltaWork<D>::P + row * CHUNK;
-            scan_product<CHUNK, PITCH>(left, left + CHUNK, shared.n, column, acc);
+            scan_product<CHUNK, CHUNK + 2>(shared.stage[buffer] + row * (CHUNK + 2), shared.n, column, acc);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 if (row + r >= chunk.y) continue;
@@ -231,37 +311,58 @@ static __device__ __forceinline__ void delta_scan(ScanShared<D> &shared, const f
                 for (int c = 0; c < 4; ++c) out[c] = acc[r][c];
             }
         }
-        const float decay = part[DeltaWork<D>::DECAY];
-        for (int k = pair * 4; k < D; k += THREADS / GROUPS * 4) {
-            float next[4][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) next[i][c] = decay * shared.s[k + i][column + c];
-#pragma unroll 2 * LOADS_AHEAD
-            for (int t = 0; t < CHUNK; ++t) {
-                const float4 left = *(const float4 *)(part + DeltaWork<D>::K + t * D + k);
-                const float2 low = *(const float2 *)&shared.n[t][column], high = *(const float2 *)&shared.n[t][column + 2];
-                const float l[4] = {left.x, left.y, left.z, left.w}, right[4] = {low.x, low.y, high.x, high.y};
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) next[i][c] = fmaf(l[i], right[c], next[i][c]);
+        buffer ^= 1;
+
+        float next_s[4][4];
+#pragma unroll 1
+        for (int t0 = 0; t0 < CHUNK; t0 += KEYS) {
+            stage.store_k(shared.stage[buffer], thread_again());
+            __syncthreads();
+            if (t0 + KEYS < CHUNK) {
+                stage.fetch_k(part, t0 + KEYS, thread_again());
+            } else if (index + 1 < chunk_count) {
+                part += (long long)heads * DeltaWork<D>::SIZE;
+                stage.fetch_wq(part, 0, thread_again());
             }
+            if (own < D) {
+                const float *keys = shared.stage[buffer] + own;
+                if (t0 == 0) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+#pragma unroll
+                        for (int c = 0; c < 4; ++c) next_s[i][c] = decay * shared.s[own + i][column + c];
+                }
+#pragma unroll 2
+                for (int t = 0; t < KEYS; ++t) {
+                    const float2 l0 = *(const float2 *)(keys + t * D), l1 = *(const float2 *)(keys + t * D + 2);
+                    const float2 low = *(const float2 *)&shared.n[t0 + t][column],
+                                 high = *(const float2 *)&shared.n[t0 + t][column + 2];
+                    const float l[4] = {l0.x, l0.y, l1.x, l1.y}, right[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+#pragma unroll
+                        for (int c = 0; c < 4; ++c) next_s[i][c] = fmaf(l[i], right[c], next_s[i][c]);
+                }
+            }
+            buffer ^= 1;
+        }
+        if (own < D) {
+            float *saved = chunk.z >= 0 ? snapshots + (long long)chunk.z * heads * D * D + head_state : 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int c = 0; c < 4; ++c) shared.s[k + i][column + c] = next[i][c];
-        }
-        __syncthreads();
-        if (chunk.z >= 0) {
-            float *saved = snapshots + (long long)chunk.z * heads * D * D + head_state;
-            for (int i = thread; i < D * COLUMNS; i += THREADS)
-                saved[i / COLUMNS * D + i % COLUMNS] = shared.s[i / COLUMNS][i % COLUMNS];
+                for (int c = 0; c < 4; ++c) {
+                    shared.s[own + i][column + c] = next_s[i][c];
+                    if (saved) saved[(own + i) * D + column + c] = next_s[i][c];
+                }
         }
     }
-    for (int i = thread; i < D * COLUMNS; i += THREADS)
-        state[head_state + i / COLUMNS * D + i % COLUMNS] = shared.s[i / COLUMNS][i % COLUMNS];
+    if (own < D) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) state[head_state + (own + i) * D + column + c] = shared.s[own + i][column + c];
+    }
 }
 
 #define GATED_DELTA(D)                                                                                               \

@@ -9,10 +9,10 @@
 extern "C" __global__ void __launch_bounds__(256)
 matmul_f16(const float *x, int ldx, const unsigned short *w, const float *bias, float *y, int ldy, int m, int n, int k,
            int accumulate) {
-    __shared__ float shared_x[TILE_K][64 + 2];
+    __shared__ float shared_x[TILE_K][x_pitch(64, 4)];
     __shared__ float shared_w[TILE_K][128 + 2];
     float acc[4][8];
-    matmul_accumulate<64, 128, 256, 4, 8, 130, RowMajorLoader<unsigned short, 128, 256>, false>(
+    matmul_accumulate<64, 128, 256, 4, 8, 130, RowMajorLoader<unsigned short, 128, 256>, true>(
         acc, shared_x, shared_w, x, ldx, 0, w, 0, blockIdx.y * 64, m, blockIdx.x * 128, n, k);
     matmul_store<64, 128>(acc, y, ldy, bias, block_y_again() * 64, m, block_x_again() * 128, n, accumulate);
 }

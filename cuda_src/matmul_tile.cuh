@@ -1,9 +1,9 @@
 /* The one matrix product of all weight formats: y[M,N] = x[M,K] W[N,K]^T, float32 accumulation.
  *
  * A block computes ROWS x COLS of y in steps of 16 columns of x and W; a thread owns (4 or 2) x 8 or 4 x 4 values.
- * Both operands lie transposed in shared memory. Every shared load is 64 bits wide: on Fermi 128-bit loads collide
- * two ways by construction, 64-bit loads of a half warp do not, and a warp then needs 24 of the 32 clocks that its
- * FFMAs take. Rows of x are padded by two floats, which makes the transposing stores conflict-free as well.
+ * Both operands lie transposed in shared memory. A thread's four rows of x come in one 128-bit load, its columns of W in
+ * 64-bit loads: on Fermi 128-bit loads collide two ways by construction, so one for few addresses is worth it and one for
+ * many is not. Rows of x are padded, so that the transposing stores collide little.
  *
  * Every y[m][n] is one accumulator over ascending k, whatever the tile shape: results depend neither on M nor on
  * which kernel or tile computed them.
@@ -43,7 +43,12 @@ struct XLoader {
             offset[i] += TILE_K * 4;
         }
     }
-    __device__ __forceinline__ void store(float (&shared)[TILE_K][ROWS + 2], int thread) const {
+    __device__ __forceinline__ void skip(int columns) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) offset[i] += columns * 4;
+    }
+    template <int PITCH>
+    __device__ __forceinline__ void store(float (&shared)[TILE_K][PITCH], int thread) const {
         const int k = (thread & 3) * 4;
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
@@ -134,6 +139,10 @@ struct RowMajorLoader {
             offset[i] += TILE_K * sizeof(Element);
         }
     }
+    __device__ __forceinline__ void skip(int columns) {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) offset[i] += columns * sizeof(Element);
+    }
     __device__ __forceinline__ void store(float (&shared)[TILE_K][COLS + 2], int thread) const {
         const int k = (thread & 3) * 4;
 #pragma unroll
@@ -147,18 +156,21 @@ struct RowMajorLoader {
     }
 };
 
+/* Length of a row of the shared copy of x: padded, so that rows begin where a thread's loads may. */
+static constexpr int x_pitch(int rows, int per_thread) { return rows + (per_thread == 4 ? 4 : 2); }
+
 /* acc = the thread's part of x W^T over all columns. PITCH is the row length of the shared copy of W; a thread owns rows
- * 2 ty + {0,1} + 2 TY i and columns 2 tx + {0,1} + 2 TX j of the tile. W starts first_byte bytes into w. 32
+ * TM ty + i and columns 2 tx + {0,1} + 2 TX j of the tile. W starts first_byte bytes into w. 32
  * accumulators leave few registers: x is fetched only when the previous step is done (the other blocks of the
- * multiprocessor compute meanwhile), W one step ahead; store addresses come from indices read anew, and with LEAN so do
- * the load addresses. */
+ * multiprocessor compute meanwhile), W one step ahead; the address to store x at comes from indices read anew, and with
+ * LEAN so does that of W. */
 template <int ROWS, int COLS, int THREADS, int TM, int TN, int PITCH, typename WLoader, bool LEAN>
-static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], float (&shared_x)[TILE_K][ROWS + 2],
+static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], float (&shared_x)[TILE_K][x_pitch(ROWS, TM)],
                                                          float (&shared_w)[TILE_K][PITCH], const float *x, int ldx,
                                                          const int *rows, const void *w, unsigned first_byte, int m0,
                                                          int m_end, int n0, int n_end, int k_end) {
     const int TX = COLS / TN, TY = ROWS / TM;
-    static_assert(TX * TY == THREADS, "one thread per register tile");
+    static_assert(TX * TY == THREADS && (TM == 2 || TM == 4), "one thread per register tile");
     const int thread = threadIdx.x;
     XLoader<ROWS, THREADS> loader_x;
     WLoader loader_w;
@@ -175,22 +187,27 @@ static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], f
     for (;;) {
         const int again = thread_again();
         loader_x.fetch(x);
-        loader_w.store(shared_w, again);
+        loader_w.store(shared_w, LEAN ? again : thread);
         loader_x.store(shared_x, again);
         __syncthreads();
         const bool more = k < k_end;
         k += TILE_K;
         if (more) loader_w.fetch(w, k);
-        const float *row_x = &shared_x[0][2 * ((LEAN ? again : thread) / TX)],
-                    *row_w = &shared_w[0][2 * ((LEAN ? again : thread) % TX)];
+        const float *row_x = &shared_x[0][TM * (thread / TX)],
+                    *row_w = &shared_w[0][2 * (thread % TX)];
 #pragma unroll
         for (int kk = 0; kk < TILE_K; ++kk) {
             float a[TM], b[TN];
-#pragma unroll
-            for (int i = 0; i < TM; i += 2) {
-                const float2 pair = *(const float2 *)(row_x + kk * (ROWS + 2) + TY * i);
-                a[i] = pair.x;
-                a[i + 1] = pair.y;
+            if (TM == 4) {
+                const float4 four = *(const float4 *)(row_x + kk * x_pitch(ROWS, TM));
+                a[0] = four.x;
+                a[1] = four.y;
+                a[2 % TM] = four.z;
+                a[3 % TM] = four.w;
+            } else {
+                const float2 pair = *(const float2 *)(row_x + kk * x_pitch(ROWS, TM));
+                a[0] = pair.x;
+                a[1] = pair.y;
             }
 #pragma unroll
             for (int j = 0; j < TN; j += 2) {
@@ -212,11 +229,11 @@ static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], f
 template <int ROWS, int COLS, int TM, int TN>
 static __device__ __forceinline__ void matmul_store(const float (&acc)[TM][TN], float *y, int ldy, const float *bias,
                                                     int m0, int m_end, int n0, int n_end, int accumulate) {
-    const int TX = COLS / TN, TY = ROWS / TM;
+    const int TX = COLS / TN;
     const int thread = thread_again(), tx = thread % TX, ty = thread / TX;
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
-        const int m = m0 + 2 * ty + TY * (i & ~1) + (i & 1);
+        const int m = m0 + TM * ty + i;
         if (m >= m_end) continue;
         float *row = y + (long long)m * ldy;
 #pragma unroll

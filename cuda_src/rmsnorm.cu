@@ -7,6 +7,8 @@
  */
 #include "reduce.cuh"
 
+#define AHEAD 8 /* loads of a thread that are under way together */
+
 extern "C" __global__ void __launch_bounds__(128)
 rmsnorm(const float *x, int x_token_stride, int x_head_stride, const float *gain, float *y, int y_token_stride,
         int y_head_stride, int k, float eps) {
@@ -15,8 +17,21 @@ rmsnorm(const float *x, int x_token_stride, int x_head_stride, const float *gain
     y += (long long)blockIdx.y * y_token_stride + blockIdx.x * y_head_stride;
     const int thread = threadIdx.x;
     float squares = 0.0f;
-    for (int i = thread; i < k; i += 128) squares = fmaf(x[i], x[i], squares);
+    for (int i = thread; i < k; i += 128 * AHEAD) {
+        float value[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) value[j] = i + 128 * j < k ? x[i + 128 * j] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) squares = fmaf(value[j], value[j], squares);
+    }
     squares = block_sum(squares, scratch, thread);
     const float inverse = 1.0f / sqrtf(squares / (float)k + eps);
-    for (int i = thread; i < k; i += 128) y[i] = x[i] * inverse * gain[i];
+    for (int i = thread; i < k; i += 128 * AHEAD) {
+        float value[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) value[j] = i + 128 * j < k ? x[i + 128 * j] * inverse * gain[i + 128 * j] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)
+            if (i + 128 * j < k) y[i + 128 * j] = value[j];
+    }
 }

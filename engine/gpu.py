@@ -30,6 +30,7 @@ from engine.core import Float32Array, Int32Array
 from engine.cpu import CpuEngine, inverse_frequency
 from engine.cuda_driver import Argument, Array, Card, CudaCard
 from engine.errors import ConfigError, KernelError, OutOfMemory
+from engine.formats import BLOCK_BYTES, BLOCK_COLS, BLOCK_ROWS
 from engine.placement import available_bytes
 from engine.segments import CardRule
 from engine.state import CONV_WINDOW, PAGE_TOKENS, SequenceState, page_bytes
@@ -44,7 +45,6 @@ CHUNK = 32  # tokens of a delta-rule chunk
 CHUNKS_AT_ONCE = 32  # what the intermediate results of the delta rule are kept for
 STOPS_AT_ONCE = 8  # states that one pass can leave behind on its way
 PASS_TOKENS = (4096, 2048, 1024, 512, 256, 128, 64)
-STREAMING_PASS_TOKENS = 2048  # where experts travel: twice that costs two layers their place
 SPARE_SHARE = 0.03  # of the card's free memory: left to the driver
 KV_SHARE = 0.25  # of what may be used, at most: longer contexts run on the CPU
 PTX = Path(__file__).parent / "ptx"
@@ -98,7 +98,7 @@ class IdleMemory:
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """Where a pass keeps its intermediate results: name -> byte offset. What the mixer uses and what the experts use
-    lie over each other."""
+    lie over each other, and so do some results whose lives do not meet."""
 
     offsets: dict[str, int]
     nbytes: int
@@ -128,18 +128,14 @@ def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
         "ssm": 4 * config.delta_layers * heads * config.linear_key_head_dim * dim,
     }
     delta = {
-        "qkv": 4 * tokens * config.conv_channels,
+        "qkvz": 4 * tokens * (config.conv_channels + config.value_width),
         "convolved": 4 * tokens * config.conv_channels,
-        "z": 4 * tokens * config.value_width,
         "ab": 4 * tokens * 2 * heads,
         "work": 4 * chunks * heads * (4 * CHUNK * dim + CHUNK * CHUNK + 32),
-        "delta": 4 * tokens * config.value_width,
     }
     attention = {
-        "q_gate": 8 * tokens * query,
+        "qkv": 8 * tokens * (query + key),
         "q": 4 * tokens * query,
-        "k": 4 * tokens * key,
-        "v": 4 * tokens * key,
         "attended": 4 * tokens * query,
     }
     moe = {
@@ -152,9 +148,8 @@ def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
         "tile_count": 4,
         "rows": 4 * pairs,
         "places": 4 * pairs,
-        "gate_up": 8 * pairs * inner,
+        "gate_up": 4 * pairs * max(2 * inner, hidden),
         "inner": 4 * pairs * inner,
-        "routed": 4 * pairs * hidden,
         "shared_gate_up": 8 * tokens * shared,
         "shared_inner": 4 * tokens * shared,
         "shared": 4 * tokens * hidden,
@@ -168,7 +163,11 @@ def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
         return start
 
     common = place(always, 0)
-    return Scratch(offsets, max(place(group, common) for group in (delta, attention, moe)))
+    nbytes = max(place(group, common) for group in (delta, attention, moe))
+    # The rule's outputs follow its inputs, of which a row is longer, from one group of chunks to the next.
+    offsets["delta"] = offsets["convolved"]
+    offsets["routed"] = offsets["gate_up"]  # which SwiGLU has read
+    return Scratch(offsets, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +177,11 @@ class Stored:
     address: int
     rows: int
     cols: int
+
+    def split(self, rows: int) -> tuple[Stored, Stored]:
+        """The first rows, a multiple of 16, and the rest of a packed matrix."""
+        below = self.address + rows // BLOCK_ROWS * (self.cols // BLOCK_COLS) * BLOCK_BYTES
+        return Stored(self.address, rows, self.cols), Stored(below, self.rows - rows, self.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,10 @@ class PassPart:
     end: int
     starts: tuple[int, ...]
     stops: tuple[int, ...]
+
+    def pages(self) -> range:
+        """The pages of keys and values that the pass writes to."""
+        return range(self.first // PAGE_TOKENS, -(-self.end // PAGE_TOKENS))
 
     def chunks(self) -> Array:
         """The delta rule's table, int32 [chunks, 4]: first row, rows, index of the stop behind it or -1, 0.
@@ -250,12 +258,15 @@ class GpuPrefill:
         self._slots = [card.allocate(plan.slot_bytes // 2) for _ in range(2)] if plan.slot_bytes else []
         self._next_weight = card.allocate(plan.dense_bytes + plan.expert_bytes)
         self._layers = [self._store(layer, i) for i, layer in enumerate(weights.layers)]
+        self._angles = np.empty((0, self.config.rotary_dim // 2, 2), np.float32)
         self._left: list[tuple[Float32Array, Float32Array]] = []  # states at stops: convolution windows, recurrent
         # Where the card writes what goes to the host: page-locked, so that it need not wait. New memory of a state is
         # several times slower to fill from the card than from here.
         self._landed = self._landing()
-        self._landed_pages = _anonymous((plan.pass_tokens // PAGE_TOKENS + 2, self._page_bytes), np.uint8)
+        shape = plan.pass_tokens // PAGE_TOKENS + 2, self.config.attention_layers
+        self._landed_pages = _anonymous((*shape, self._page_bytes // max(shape[1], 1)), np.uint8)
         card.pin(self._landed_pages, written=True)
+        card.pin(cpu.hidden_buffer, written=True)
         logger.info("prefill on %s: %s", card.name, self.plan)
         if not locked:
             logger.warning(
@@ -310,30 +321,25 @@ class GpuPrefill:
         self.card.synchronize()
         state.reserve(end)
         layers = len(self._layers)
-        handed = first  # positions whose keys and values the host has
         for part in divide(first, end, starts, stops, self.plan.pass_tokens):
             begin, size = part.first - first, part.end - part.first
             rows = slice(begin, begin + size)
             lands = bool(part.stops) or part.end in stops or part.end == end
-            run = self._run(part, lands)
-            next(run)  # the first experts are on their way
             if part.first == first:
                 self._state_in(state)
             self._begin(ids[rows], where[rows], _shifted(embeddings, begin, size), part)
-            for index in run:
-                if lands and index:
-                    self._land(state, index - 1)
+            for index in self._run(part, lands):
+                if index:
+                    self._land(state, part, index - 1, recurrent=lands)
                 yield begin + size * (index + 1) // layers
+            self._land(state, part, layers - 1, recurrent=lands)
             if lands:
-                self._land(state, layers - 1)
-                self._pages_out(state, handed, part.end)
-                handed = part.end
                 self._pass_stops(state, part.stops, reached)
                 state.position = part.end
                 if part.end in stops:
                     reached()
         last = np.empty((1, self.config.hidden_size), np.float32)
-        self.card.read(last, self._at("hidden") + 4 * (size - 1) * self.config.hidden_size)
+        self.card.read(last, self._hidden(size - 1))
         self._cpu.begin(ids[-1:], where[-1:])
         self._cpu.hidden[:] = last
         return 0
@@ -351,14 +357,6 @@ class GpuPrefill:
         for page in range(-(-state.position // PAGE_TOKENS)):
             self.card.write(self._kv + page * size, state.pages[page])
 
-    def _pages_out(self, state: SequenceState, first: int, end: int) -> None:
-        last, most = -(-end // PAGE_TOKENS), len(self._landed_pages)
-        for begin in range(first // PAGE_TOKENS, last, most):
-            landed = self._landed_pages[: min(most, last - begin)]
-            self.card.read(landed, self._kv + begin * self._page_bytes)
-            for page, values in enumerate(landed, begin):
-                np.copyto(state.pages[page], values)
-
     def _landing(self) -> tuple[Float32Array, Float32Array]:
         """Page-locked memory for convolution windows and recurrent states."""
         c = self.config
@@ -368,12 +366,17 @@ class GpuPrefill:
             self.card.pin(array, written=True)
         return arrays
 
-    def _land(self, state: SequenceState, index: int) -> None:
+    def _land(self, state: SequenceState, part: PassPart, index: int, *, recurrent: bool) -> None:
         """Take over what layer `index`, which is done, has left in the landing memory."""
-        if self._layers[index].kind is LayerType.LINEAR_ATTENTION:
-            number = sum(layer.kind is LayerType.LINEAR_ATTENTION for layer in self._layers[:index])
-            for target, landed in zip((state.conv, state.ssm), self._landed, strict=True):
-                np.copyto(target[number], landed[number])
+        kind = self._layers[index].kind
+        number = sum(layer.kind is kind for layer in self._layers[:index])
+        if kind is LayerType.FULL_ATTENTION:
+            for landed, page in enumerate(part.pages()):
+                shape = self._landed_pages.shape[1:]
+                np.copyto(state.pages[page].reshape(shape)[number], self._landed_pages[landed, number])
+        elif recurrent:
+            for target, landed_state in zip((state.conv, state.ssm), self._landed, strict=True):
+                np.copyto(target[number], landed_state[number])
 
     def _pass_stops(self, state: SequenceState, stops: Sequence[int], reached: Callable[[], None]) -> None:
         """Show the states that a pass has left behind. `state` itself is not moved: it borrows their arrays."""
@@ -392,7 +395,8 @@ class GpuPrefill:
         embeddings: Sequence[tuple[int, Float32Array]],
         part: PassPart,
     ) -> None:
-        """Embeddings, and the tables of a pass: rotary angles, chunks, pages."""
+        """Embeddings, and the tables of a pass: chunks, rotary angles, pages. All before the experts set out, behind
+        which they would have to wait."""
         step = self._cpu.max_tokens
         for begin in range(0, len(ids), step):
             rows = slice(begin, begin + step)
@@ -401,26 +405,33 @@ class GpuPrefill:
             for start, values in _shifted(embeddings, begin, len(hidden)):
                 hidden[start : start + len(values)] = values
             self.card.write(self._at("hidden") + 4 * begin * self.config.hidden_size, np.ascontiguousarray(hidden))
-        self._rotary_start = int(positions.min())
-        span = np.arange(self._rotary_start, int(positions.max()) + 1, dtype=np.float32)[:, None]
-        angles = (span * inverse_frequency(self.config.rotary_dim, self.config.rope_theta)).astype(np.float64)
-        table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
-        self.card.write(self._at("rotary"), table)
-        self.card.write(self._at("positions"), positions)
         chunks = part.chunks()
         self._chunks = len(chunks)
-        self.card.write(self._at("chunks"), chunks)
+        self._rotary_start = int(positions.min())
         size = self._page_bytes
         layer = np.arange(self.config.attention_layers, dtype=np.uint64)[:, None]
         page = np.arange(self.plan.kv_tokens // PAGE_TOKENS, dtype=np.uint64)
         addresses = self._kv + layer * (size // max(self.config.attention_layers, 1)) + page * size
+        self.card.write(self._at("chunks"), chunks)
+        self.card.write(self._at("rotary"), self._rotary(self._rotary_start, int(positions.max()) + 1))
+        self.card.write(self._at("positions"), positions)
         self.card.write(self._at("pages"), addresses.astype(np.uint64))
         while len(self._left) < len(part.stops):
             self._left.append(self._landing())
 
+    def _rotary(self, first: int, end: int) -> Float32Array:
+        """Cosine and sine of each frequency at positions first..end-1: float32 [positions, pairs, 2]. Kept from one
+        prompt to the next."""
+        if end > len(self._angles):
+            span = np.arange(len(self._angles), end, dtype=np.float32)[:, None]
+            angles = (span * inverse_frequency(self.config.rotary_dim, self.config.rope_theta)).astype(np.float64)
+            more = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+            self._angles = np.concatenate([self._angles, more])
+        return self._angles[first:end]
+
     def _store(self, layer: LayerWeights, index: int) -> CardLayer:
         """Upload a layer's weights; experts that travel stay where they are."""
-        tensors = {name: self._upload(array, rows, cols) for name, array, rows, cols in dense_tensors(layer)}
+        tensors = {name: self._upload(arrays, rows, cols) for name, arrays, rows, cols in dense_tensors(layer)}
         gate_up, down = layer.moe.experts_gate_up, layer.moe.experts_down
         down_at = _aligned(gate_up.data.nbytes)
         stays = index in self.plan.resident
@@ -434,9 +445,12 @@ class GpuPrefill:
         kind = LayerType.FULL_ATTENTION if isinstance(layer.mixer, AttentionWeights) else LayerType.LINEAR_ATTENTION
         return CardLayer(kind, tensors, None if stays else pieces)
 
-    def _upload(self, array: Array, rows: int, cols: int) -> Stored:
-        address = self._reserve(array.nbytes)
-        self.card.write(address, np.ascontiguousarray(array))
+    def _upload(self, arrays: Sequence[Array], rows: int, cols: int) -> Stored:
+        """Matrices of the same columns become one, each below the one before."""
+        address = at = self._reserve(sum(array.nbytes for array in arrays))
+        for array in arrays:
+            self.card.write(at, np.ascontiguousarray(array))
+            at += array.nbytes
         return Stored(address, rows, cols)
 
     def _reserve(self, nbytes: int) -> int:
@@ -448,11 +462,11 @@ class GpuPrefill:
     # ---- the layers ------------------------------------------------------------------------------------------
 
     def _run(self, part: PassPart, lands: bool) -> Generator[int, None, None]:
-        """All layers of a pass. Yields once after the first copy has begun, then the number of each layer when the one
-        before it is done, and ends when all are. lands: the state behind the pass goes to the landing memory."""
+        """All layers of a pass. Yields the number of each layer when the one before it is done, and ends when all are.
+        lands: the state behind the pass goes to the landing memory."""
         tokens = part.end - part.first
         travelling = [i for i, layer in enumerate(self._layers) if layer.experts is not None]
-        arriving: dict[int, tuple[int, object]] = {}  # layer -> its buffer and copy; at most one
+        arriving: dict[int, tuple[int, object]] = {}  # layer -> its buffer and copy; at most two
         freed: list[object] = [None, None]  # until when each buffer is in use
         sent = 0
 
@@ -468,18 +482,20 @@ class GpuPrefill:
         numbers = {LayerType.FULL_ATTENTION: 0, LayerType.LINEAR_ATTENTION: 0}
         previous: object = None
         send()
-        yield -1
+        send()
         for index, layer in enumerate(self._layers):
+            # Behind the last layer's state only the last token's result is wanted.
+            rows = tokens if index + 1 < len(self._layers) else 1
             if layer.kind is LayerType.FULL_ATTENTION:
-                self._attention(layer, numbers[layer.kind], part.first, tokens)
+                self._attention(layer, numbers[layer.kind], part, rows)
             else:
-                self._delta_net(layer, numbers[layer.kind], part, lands)
+                self._delta_net(layer, numbers[layer.kind], part, rows, lands)
             numbers[layer.kind] += 1
             slot: int | None = None
             if layer.experts is not None:
                 slot, copied = arriving.pop(index)
                 self.card.wait(copied)
-            self._moe(layer, tokens, 0 if slot is None else self._slots[slot])
+            self._moe(layer, rows, tokens - rows, 0 if slot is None else self._slots[slot])
             done = self.card.mark()
             if slot is not None:
                 freed[slot] = done
@@ -491,30 +507,32 @@ class GpuPrefill:
             yield index
         self.card.finish(done)
 
-    def _delta_net(self, layer: CardLayer, number: int, part: PassPart, lands: bool) -> None:
+    def _delta_net(self, layer: CardLayer, number: int, part: PassPart, rows: int, lands: bool) -> None:
+        """rows: of how many tokens at the end the result is wanted; all go into the state."""
         c, t, tokens = self.config, layer.tensors, part.end - part.first
         heads, dim, channels, width = c.linear_num_value_heads, c.linear_value_head_dim, c.conv_channels, c.value_width
         window = 4 * number * CONV_WINDOW * channels
         self._norm(t["input_norm"], tokens)
-        self._product(t["qkv"], "normed", "qkv", tokens)
-        self._product(t["z"], "normed", "z", tokens)
+        self._product(t["qkvz"], self._at("normed"), self._at("qkvz"), tokens)
         self._float_product(t["ab"], "normed", "ab", tokens)
         blocks = -(-channels // 128)
         before, after = self._at("conv") + window, self._at("conv_next") + window
         conv_stops, ssm_stops = self._at("conv_stops"), self._at("ssm_stops")
         window_bytes, state_bytes = 4 * CONV_WINDOW * channels, 4 * heads * dim * dim
+        qkv, row = self._at("qkvz"), _int(channels + width)
         self._launch(
             "conv1d_silu", (blocks, -(-tokens // 16)), 128,
-            self._at("qkv"), t["conv"].address, before, self._at("convolved"), _int(tokens), _int(channels),
+            qkv, row, t["conv"].address, before, self._at("convolved"), _int(tokens), _int(channels),
         )  # fmt: skip
-        for i, stop in enumerate(part.stops):
-            row = _int(stop - part.first)
+        ends = [(stop - part.first, conv_stops + i * window_bytes) for i, stop in enumerate(part.stops)]
+        for end, window_at in (*ends, (tokens, after)):
             self._launch(
-                "conv1d_window", (blocks, 1), 128,
-                self._at("qkv"), before, conv_stops + i * window_bytes, row, _int(channels),
+                "conv1d_window", (blocks, 1), 128, qkv, row, before, window_at, _int(end), _int(channels)
             )  # fmt: skip
-        self._launch("conv1d_window", (blocks, 1), 128, self._at("qkv"), before, after, _int(tokens), _int(channels))
-        self._launch("conv1d_window", (blocks, 1), 128, after, after, before, _int(CONV_WINDOW), _int(channels))
+        self._launch(
+            "conv1d_window", (blocks, 1), 128,
+            after, _int(channels), after, before, _int(CONV_WINDOW), _int(channels),
+        )  # fmt: skip
         a = self._at("ab")
         for first in range(0, self._chunks, CHUNKS_AT_ONCE):
             count = min(CHUNKS_AT_ONCE, self._chunks - first)
@@ -535,58 +553,70 @@ class GpuPrefill:
         for i, (conv, ssm) in enumerate(self._left[: len(part.stops)]):
             self.card.read_later(conv[number], conv_stops + i * window_bytes)
             self.card.read_later(ssm[number], ssm_stops + i * state_bytes)
-        delta = self._at("delta")
+        skipped = tokens - rows
+        delta, z = self._at("delta") + 4 * skipped * width, qkv + 4 * (skipped * (channels + width) + channels)
         self._launch(
-            "gated_norm", (heads, tokens), 64,
-            delta, _int(width), self._at("z"), _int(width), t["norm"].address, delta, _int(width), _int(dim),
+            "gated_norm", (heads, rows), 64,
+            delta, _int(width), z, row, t["norm"].address, delta, _int(width), _int(dim),
             c.rms_norm_eps,
         )  # fmt: skip
-        self._product(t["out"], "delta", "hidden", tokens, accumulate=True)
+        self._product(t["out"], delta, self._hidden(skipped), rows, accumulate=True)
 
-    def _attention(self, layer: CardLayer, number: int, position: int, tokens: int) -> None:
-        c, t = self.config, layer.tensors
+    def _attention(self, layer: CardLayer, number: int, part: PassPart, rows: int) -> None:
+        """rows: of how many tokens at the end the result is wanted; all get keys and values."""
+        c, t, tokens = self.config, layer.tensors, part.end - part.first
         heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         pages = self._at("pages") + 8 * number * (self.plan.kv_tokens // PAGE_TOKENS)
+        # A row: query and gate of each head, keys, values.
+        width, query_width, skipped = 2 * (heads + kv_heads) * dim, 2 * heads * dim, tokens - rows
+        row, qkv, normed = _int(width), self._at("qkv"), self._at("normed")
+        k = qkv + 4 * query_width
+        v, gate = k + 4 * kv_heads * dim, qkv + 4 * skipped * width
         self._norm(t["input_norm"], tokens)
-        self._product(t["q_proj"], "normed", "q_gate", tokens)
-        self._product(t["k_proj"], "normed", "k", tokens)
-        self._product(t["v_proj"], "normed", "v", tokens)
-        q, gate, k = self._at("q"), self._at("q_gate"), self._at("k")
+        if skipped:
+            queries, keys = t["qkv"].split(query_width)
+            self._product(keys, normed, k, tokens, stride=width)
+            self._product(queries, normed + 4 * skipped * c.hidden_size, gate, rows, stride=width)
+        else:
+            self._product(t["qkv"], normed, qkv, tokens)
+        q = self._at("q")
         self._launch(
-            "rmsnorm", (heads, tokens), 128,
-            gate, _int(2 * heads * dim), _int(2 * dim), t["q_norm"].address, q, _int(heads * dim), _int(dim), _int(dim),
-            c.rms_norm_eps,
+            "rmsnorm", (heads, rows), 128,
+            gate, row, _int(2 * dim), t["q_norm"].address, q, _int(heads * dim), _int(dim), _int(dim), c.rms_norm_eps,
         )  # fmt: skip
-        row = _int(kv_heads * dim)
         self._launch(
             "rmsnorm", (kv_heads, tokens), 128,
             k, row, _int(dim), t["k_norm"].address, k, row, _int(dim), _int(dim), c.rms_norm_eps,
         )  # fmt: skip
         half = c.rotary_dim // 2
-        for x, count in ((q, heads), (k, kv_heads)):
+        for x, stride, count, first in ((q, _int(heads * dim), heads, skipped), (k, row, kv_heads, 0)):
             self._launch(
-                "rope", (count, tokens), 32,
-                x, _int(count * dim), _int(dim), self._at("positions"), self._at("rotary"), _int(self._rotary_start),
+                "rope", (count, tokens - first), 32,
+                x, stride, _int(dim), self._at("positions") + 12 * first, self._at("rotary"), _int(self._rotary_start),
                 _int(half), _int(c.mrope_section[1]), _int(c.mrope_section[2]),
             )  # fmt: skip
         self._launch(
-            "kv_store", (kv_heads, tokens), 64,
-            k, self._at("v"), row, pages, _int(position), _int(dim), _int(self._kv_f32),
+            "kv_store", (kv_heads, tokens), 64, k, v, row, pages, _int(part.first), _int(dim), _int(self._kv_f32)
         )  # fmt: skip
+        layer_bytes = self._landed_pages.shape[2]
+        for landed, page in enumerate(part.pages()):
+            source = self._kv + page * self._page_bytes + number * layer_bytes
+            self.card.read_later(self._landed_pages[landed, number], source)
         group = heads // kv_heads
         self._launch(
-            f"attention_causal_{dim}", (-(-tokens * group // 32), kv_heads), 256,
-            q, _int(heads * dim), _int(dim), gate + 4 * dim, _int(2 * heads * dim), _int(2 * dim), pages,
-            _int(self._kv_f32), _int(position), _int(tokens), _int(group), dim**-0.5, self._at("attended"),
+            f"attention_causal_{dim}", (-(-rows * group // 32), kv_heads), 256,
+            q, _int(heads * dim), _int(dim), gate + 4 * dim, row, _int(2 * dim), pages,
+            _int(self._kv_f32), _int(part.first + skipped), _int(rows), _int(group), dim**-0.5, self._at("attended"),
         )  # fmt: skip
-        self._product(t["o_proj"], "attended", "hidden", tokens, accumulate=True)
+        self._product(t["o_proj"], self._at("attended"), self._hidden(skipped), rows, accumulate=True)
 
-    def _moe(self, layer: CardLayer, tokens: int, slot: int) -> None:
+    def _moe(self, layer: CardLayer, tokens: int, skipped: int, slot: int) -> None:
+        """For all tokens behind the first `skipped` ones."""
         c, t = self.config, layer.tensors
         experts, chosen, hidden = c.num_experts, c.num_experts_per_tok, c.hidden_size
         inner, shared = c.moe_intermediate_size, c.shared_expert_intermediate_size
         pairs = tokens * chosen
-        self._norm(t["post_norm"], tokens)
+        self._norm(t["post_norm"], tokens, skipped)
         self._float_product(t["router"], "normed", "router", tokens)
         router, ids, weights = self._at("router"), self._at("chosen"), self._at("weights")
         stride = _int(experts + 1)
@@ -599,45 +629,42 @@ class GpuPrefill:
         self._grouped(t["experts_gate_up"], slot, "normed", rows, "gate_up", pairs)
         self._swiglu("gate_up", "inner", pairs, inner)
         self._grouped(t["experts_down"], slot, "inner", None, "routed", pairs)
-        self._product(t["shared_gate"], "normed", "shared_gate_up", tokens, stride=2 * shared)
-        self._product(t["shared_up"], "normed", "shared_gate_up", tokens, stride=2 * shared, column=shared)
+        self._product(t["shared_gate_up"], self._at("normed"), self._at("shared_gate_up"), tokens)
         self._swiglu("shared_gate_up", "shared_inner", tokens, shared)
-        self._product(t["shared_down"], "shared_inner", "shared", tokens)
+        self._product(t["shared_down"], self._at("shared_inner"), self._at("shared"), tokens)
         self._launch(
             "moe_combine", (-(-hidden // 128), tokens), 128,
-            self._at("hidden"), self._at("routed"), weights, places, _int(chosen), self._at("shared"),
+            self._hidden(skipped), self._at("routed"), weights, places, _int(chosen), self._at("shared"),
             router + 4 * experts, stride, _int(hidden),
         )  # fmt: skip
 
     # ---- operations ------------------------------------------------------------------------------------------
 
-    def _norm(self, gain: Stored, tokens: int) -> None:
-        """normed = rmsnorm(hidden)."""
+    def _norm(self, gain: Stored, tokens: int, skipped: int = 0) -> None:
+        """normed = rmsnorm(hidden), behind the first `skipped` rows."""
         row, zero = _int(self.config.hidden_size), _int(0)
-        x, y = self._at("hidden"), self._at("normed")
+        x, y = self._hidden(skipped), self._at("normed")
         self._launch(
             "rmsnorm", (1, tokens), 128, x, row, zero, gain.address, y, row, zero, row, self.config.rms_norm_eps
         )
 
-    def _product(
-        self, w: Stored, x: str, y: str, tokens: int, *, accumulate: bool = False, stride: int = 0, column: int = 0
-    ) -> None:
-        """y[:, column:] = x W^T, or += ; rows of y are `stride` floats apart (0: as many as W has rows)."""
+    def _product(self, w: Stored, x: int, y: int, tokens: int, *, accumulate: bool = False, stride: int = 0) -> None:
+        """y = x W^T, or += ; rows of y are `stride` floats apart (0: as many as W has rows)."""
         self._launch(
             "matmul_q4", (-(-w.rows // 128), -(-tokens // 64)), 256,
-            self._at(x), _int(w.cols), w.address, self._at(y) + 4 * column, _int(stride or w.rows), _int(tokens),
-            _int(w.rows), _int(w.cols), _int(accumulate),
+            x, _int(w.cols), w.address, y, _int(stride or w.rows), _int(tokens), _int(w.rows), _int(w.cols),
+            _int(accumulate),
         )  # fmt: skip
 
     def _float_product(self, w: Stored, x: str, y: str, tokens: int) -> None:
         self._launch(
-            "matmul_f32", (-(-w.rows // 64), -(-tokens // 64)), 256,
+            "matmul_f32", (-(-w.rows // 32), -(-tokens // 32)), 256,
             self._at(x), _int(w.cols), w.address, self._at(y), _int(w.rows), _int(tokens), _int(w.rows), _int(w.cols),
         )  # fmt: skip
 
     def _grouped(self, w: Stored, slot: int, x: str, rows: int | None, y: str, pairs: int) -> None:
         bound = pairs // 32 + self.config.num_experts
-        slot_bytes = ctypes.c_uint(w.rows // 16 * (w.cols // 64) * 576)
+        slot_bytes = ctypes.c_uint(w.rows // BLOCK_ROWS * (w.cols // BLOCK_COLS) * BLOCK_BYTES)
         self._launch(
             "matmul_q4_grouped", (-(-w.rows // 128), bound), 128,
             self._at(x), _int(w.cols), rows, slot + w.address, slot_bytes, self._at(y), _int(w.rows), self._at("tiles"),
@@ -645,11 +672,14 @@ class GpuPrefill:
         )  # fmt: skip
 
     def _swiglu(self, x: str, y: str, rows: int, inner: int) -> None:
-        grid = -(-inner // 128), min(rows, 65535)
+        grid = -(-inner // 128), min(-(-rows // 4), 65535)
         self._launch("swiglu", grid, 128, self._at(x), self._at(y), _int(rows), _int(inner))
 
     def _launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
         self.card.launch(kernel, grid, threads, *arguments)
+
+    def _hidden(self, row: int) -> int:
+        return self._at("hidden") + 4 * row * self.config.hidden_size
 
     def _at(self, name: str) -> int:
         return self._base + self._scratch.offsets[name]
@@ -794,22 +824,22 @@ def packed_matrices(layer: LayerWeights) -> list[tuple[str, Matrix]]:
     return [*mixer, *shared, ("experts_gate_up", moe.experts_gate_up), ("experts_down", moe.experts_down)]
 
 
-def dense_tensors(layer: LayerWeights) -> list[tuple[str, Array, int, int]]:
-    """(name, array, rows, cols) of everything but the experts, as the kernels take it."""
-    tensors: list[tuple[str, Array, int, int]] = [
-        (name, matrix.data, matrix.rows, matrix.cols)
-        for name, matrix in packed_matrices(layer)
-        if not name.startswith("experts")
-    ]
-    tensors += [_vector("input_norm", layer.input_norm), _vector("post_norm", layer.post_norm)]
-    tensors.append(_router(layer.moe))
+def dense_tensors(layer: LayerWeights) -> list[tuple[str, tuple[Array, ...], int, int]]:
+    """(name, arrays one below the other, rows, cols) of everything but the experts, as the kernels take it. What reads
+    the same input is one product: a few columns alone would leave most of a card idle."""
+    moe = layer.moe
     if isinstance(layer.mixer, DeltaNetWeights):
         d = layer.mixer
         ab = np.concatenate([d.in_proj_a.data[0], d.in_proj_b.data[0]])
-        tensors += [("ab", ab, *ab.shape), ("conv", d.conv, *d.conv.shape)]
+        tensors = [_stack("qkvz", d.in_proj_qkv, d.in_proj_z), _stack("out", d.out_proj)]
+        tensors += [("ab", (ab,), *ab.shape), ("conv", (d.conv,), *d.conv.shape)]
         tensors += [_vector("minus_a", d.minus_a), _vector("dt_bias", d.dt_bias), _vector("norm", d.norm)]
     else:
-        tensors += [_vector("q_norm", layer.mixer.q_norm), _vector("k_norm", layer.mixer.k_norm)]
+        a = layer.mixer
+        tensors = [_stack("qkv", a.q_proj, a.k_proj, a.v_proj), _stack("o_proj", a.o_proj)]
+        tensors += [_vector("q_norm", a.q_norm), _vector("k_norm", a.k_norm)]
+    tensors += [_stack("shared_gate_up", moe.shared_gate, moe.shared_up), _stack("shared_down", moe.shared_down)]
+    tensors += [_vector("input_norm", layer.input_norm), _vector("post_norm", layer.post_norm), _router(moe)]
     return tensors
 
 
@@ -823,7 +853,8 @@ def make_plan(weights: Weights, kv_f32: bool, free_bytes: int, context_length: i
     """Divide the card: the longest pass that leaves room for dense weights, buffers and the context; then experts."""
     c = weights.config
     usable = usable_bytes(free_bytes, memory_limit)
-    dense = sum(_aligned(array.nbytes) for layer in weights.layers for _, array, _, _ in dense_tensors(layer))
+    tensors = (arrays for layer in weights.layers for _, arrays, _, _ in dense_tensors(layer))
+    dense = sum(_aligned(sum(array.nbytes for array in arrays)) for arrays in tensors)
     experts = [
         _aligned(_aligned(layer.moe.experts_gate_up.data.nbytes) + layer.moe.experts_down.data.nbytes)
         for layer in weights.layers
@@ -837,7 +868,7 @@ def make_plan(weights: Weights, kv_f32: bool, free_bytes: int, context_length: i
             everything = frozenset(range(len(experts)))
             return Plan(tokens, kv_tokens, everything, dense, sum(experts), 0, scratch, kv)
         slots = 2 * max(experts)
-        if tokens <= STREAMING_PASS_TOKENS and left >= slots:
+        if left >= slots:
             count = min(len(experts) - 1, (left - slots) // max(experts))
             # Spread out, the first layer first: what stays gives the copies of the others time.
             resident = frozenset(i * len(experts) // count for i in range(count)) if count else frozenset()
@@ -849,14 +880,19 @@ def make_plan(weights: Weights, kv_f32: bool, free_bytes: int, context_length: i
     )
 
 
-def _router(moe: MoeWeights) -> tuple[str, Array, int, int]:
+def _router(moe: MoeWeights) -> tuple[str, tuple[Array, ...], int, int]:
     """Router and shared expert's gate as one matrix: both read the same input."""
     both = np.concatenate([moe.router.data[0], moe.shared_expert_gate.data[0]])
-    return "router", both, *both.shape
+    return "router", (both,), *both.shape
 
 
-def _vector(name: str, values: Float32Array) -> tuple[str, Array, int, int]:
-    return name, values, 1, len(values)
+def _stack(name: str, *matrices: Matrix) -> tuple[str, tuple[Array, ...], int, int]:
+    rows = sum(matrix.rows for matrix in matrices)
+    return name, tuple(matrix.data for matrix in matrices), rows, matrices[0].cols
+
+
+def _vector(name: str, values: Float32Array) -> tuple[str, tuple[Array, ...], int, int]:
+    return name, (values,), 1, len(values)
 
 
 def _expert_matrices(moe: MoeWeights) -> tuple[Matrix, Matrix]:

@@ -17,13 +17,9 @@
 #include "../../simd_src/blocks.h"
 #include "../fermi.h"
 
-struct __attribute__((aligned(16))) words4 {
-    unsigned x, y, z, w;
-};
-
 #if defined(FERMION_EMU)
 
-#define mma_bf16(d, a, b0, b1) emu_mma(d, a, b0, b1, __LINE__)
+#define mma_bf16(d, a, b0, b1) emu_mma(d, a, b0, b1, false, __LINE__)
 
 static inline float bf16_to_float(unsigned half) { return __int_as_float((int)(half << 16)); }
 static inline unsigned float_to_bf16(float f) { /* to nearest, ties to even; finite numbers */
@@ -71,7 +67,7 @@ static __device__ __forceinline__ unsigned weight_pair(unsigned word, int j) {
 
 template <int TOKENS>
 struct MmaShared {
-    words4 high[2][TOKENS * 4], low[2][TOKENS * 4]; /* [buffer][token][eight columns of the group] */
+    uint4 high[2][TOKENS * 4], low[2][TOKENS * 4]; /* [buffer][token][eight columns of the group] */
 };
 
 /* acc[i][f] = fragment of weight rows 16 i.. and tokens 8 f.. of the warp's 32 x 32 part. A block has TOKENS * 4 threads:
@@ -117,7 +113,7 @@ static __device__ __forceinline__ void mma_product(float (&acc)[2][4][4], MmaSha
     int buffer = 0;
 #pragma unroll 1
     for (int k = 0; k < k_end; k += FM_GROUP) {
-        words4 high, low;
+        uint4 high, low;
         high.x = split_pair(next_x[0].x, next_x[0].z, low.x);
         high.y = split_pair(next_x[1].x, next_x[1].z, low.y);
         high.z = split_pair(next_x[0].y, next_x[0].w, low.z);
@@ -149,7 +145,7 @@ static __device__ __forceinline__ void mma_product(float (&acc)[2][4][4], MmaSha
         }
         /* One barrier a step: who writes this buffer again has passed the next one, which all reach after reading. */
         __syncthreads();
-        words4 b_high[4], b_low[4];
+        uint4 b_high[4], b_low[4];
 #pragma unroll
         for (int f = 0; f < 4; ++f) {
             b_high[f] = shared.high[buffer][(token0 + f * 8 + g) * 4 + t];

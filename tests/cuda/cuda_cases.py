@@ -166,7 +166,7 @@ def matmul_f32(m: int, n: int, k: int) -> Run:
         x, w = normal(rng, m, k), normal(rng, n, k, scale=k**-0.5)
         y = device.upload(nan_like(m, n))
         device.launch(
-            "matmul_f32", (ceil_div(n, 64), ceil_div(m, 64)), 256,
+            "matmul_f32", (ceil_div(n, 32), ceil_div(m, 32)), 256,
             device.upload(x), i32(k), device.upload(w), y, i32(n), i32(m), i32(n), i32(k),
         )  # fmt: skip
         x64, w64 = x.astype(np.float64), w.astype(np.float64)
@@ -355,7 +355,7 @@ def swiglu(rows: int, inner: int) -> Run:
         x = normal(rng, rows, 2 * inner, scale=4.0)
         y = device.upload(nan_like(rows, inner))
         device.launch(
-            "swiglu", (ceil_div(inner, 128), min(rows, 65535)), 128, device.upload(x), y, i32(rows), i32(inner)
+            "swiglu", (ceil_div(inner, 128), ceil_div(rows, 4)), 128, device.upload(x), y, i32(rows), i32(inner)
         )
         x64 = x.astype(np.float64)
         expected = silu(x64[:, :inner]) * x64[:, inner:]
@@ -477,7 +477,7 @@ def expert_products(tokens: int, experts: int, k: int, hidden: int, inner: int, 
             weight_bytes + 4.0 * count * 2 * inner,
         )
 
-        device.launch("swiglu", (ceil_div(inner, 128), min(count, 65535)), 128, gated, active, i32(count), i32(inner))
+        device.launch("swiglu", (ceil_div(inner, 128), ceil_div(count, 4)), 128, gated, active, i32(count), i32(inner))
         a64 = device.download(active).astype(np.float64)
         grouped(active, inner, None, down_device, hidden, inner, routed)
         got = device.download(routed).astype(np.float64)
@@ -505,17 +505,22 @@ def expert_products(tokens: int, experts: int, k: int, hidden: int, inner: int, 
     return run
 
 
-def conv1d(tokens: int, channels: int) -> Run:
+def conv1d(tokens: int, channels: int, stride: int) -> Run:
+    """``stride`` floats from row to row of the inputs (a gate's projection lies beside them)."""
+
     def run(device: Device, rng: np.random.Generator) -> Iterator[Check]:
-        u, w, window = normal(rng, tokens, channels), normal(rng, 4, channels), normal(rng, 3, channels)
+        rows, w, window = normal(rng, tokens, stride), normal(rng, 4, channels), normal(rng, 3, channels)
+        u = rows[:, :channels]
         c, after = device.upload(nan_like(tokens, channels)), device.upload(nan_like(3, channels))
-        device_u, device_window = device.upload(u), device.upload(window)
+        device_u, device_window = device.upload(rows), device.upload(window)
         blocks = ceil_div(channels, 128)
         device.launch(
             "conv1d_silu", (blocks, ceil_div(tokens, 16)), 128,
-            device_u, device.upload(w), device_window, c, i32(tokens), i32(channels),
+            device_u, i32(stride), device.upload(w), device_window, c, i32(tokens), i32(channels),
         )  # fmt: skip
-        device.launch("conv1d_window", (blocks, 1), 128, device_u, device_window, after, i32(tokens), i32(channels))
+        device.launch(
+            "conv1d_window", (blocks, 1), 128, device_u, i32(stride), device_window, after, i32(tokens), i32(channels)
+        )
         padded = np.concatenate([window, u]).astype(np.float64)
         taps = np.stack([padded[j : j + tokens] * w[j] for j in range(4)])
         expected = silu(taps.sum(0))
@@ -667,13 +672,15 @@ SMALL = (
     Case("matmul_q4-M130-N256-K128", matmul_q4(130, 256, 128, 0)),
     Case("matvec_q4-P1-N48-K64", matvec_q4(1, 48, 64)),
     Case("matvec_q4-P4-N80-K320", matvec_q4(4, 80, 320)),
-    Case("matmul_f32-M67-N65-K48", matmul_f32(67, 65, 48)),
+    Case("matmul_f32-M67-N65-K192", matmul_f32(67, 65, 192)),
     Case("matmul_f32-M1-N1-K64", matmul_f32(1, 1, 64)),
+    Case("matmul_f32-M33-N32-K128", matmul_f32(33, 32, 128)),
     Case("matmul_f16-M66-N131-K80", matmul_f16(66, 131, 80, 0)),
     Case("matmul_f16-M5-N48-K16-accumulate", matmul_f16(5, 48, 16, 1)),
     Case("embed_q4-T7-K576", embed_q4(7, 48, 576)),
     Case("rmsnorm-T5-K70", rmsnorm(5, 1, 70, 70)),
     Case("rmsnorm-T3-heads4-K256", rmsnorm(3, 4, 256, 512)),
+    Case("rmsnorm-T2-K1100", rmsnorm(2, 1, 1100, 1100)),
     Case("gated_norm-T5-D128", gated_norm(5, 3, 128)),
     Case("gated_norm-T3-D16", gated_norm(3, 4, 16)),
     Case("layernorm-T4-K150", layernorm(4, 150)),
@@ -692,9 +699,9 @@ SMALL = (
     Case("experts-T40-E8-k2", expert_products(40, 8, 2, 64, 64, 0.0)),
     Case("experts-T70-E5-k3-skewed", expert_products(70, 5, 3, 128, 64, 6.0)),
     Case("experts-T150-E5-k2", expert_products(150, 5, 2, 64, 64, 0.0)),
-    Case("conv1d-T37-C130", conv1d(37, 130)),
-    Case("conv1d-T1-C64", conv1d(1, 64)),
-    Case("conv1d-T2-C64", conv1d(2, 64)),
+    Case("conv1d-T37-C130", conv1d(37, 130, 150)),
+    Case("conv1d-T1-C64", conv1d(1, 64, 64)),
+    Case("conv1d-T2-C64", conv1d(2, 64, 96)),
     Case("gated_delta-T70-D128", gated_delta(70, 1, 2, 128, ())),
     Case("gated_delta-T75-D16-snapshots", gated_delta(75, 2, 4, 16, (32, 50))),
     Case("gated_delta-T33-D32", gated_delta(33, 2, 2, 32, (1,))),
@@ -726,7 +733,7 @@ REAL = (
     Case("swiglu-7576", swiglu(7576, 512)),
     Case("router_topk-947", router_topk(947, 128, 8)),
     Case("experts-947-E16", expert_products(118, 16, 8, 2048, 512, 1.0)),
-    Case("conv1d-947", conv1d(947, 8192)),
+    Case("conv1d-947", conv1d(947, 8192, 12288)),
     Case("gated_delta-947", gated_delta(947, 16, 32, 128, (512,))),
     Case("attention_causal-947", attention_causal(947, 0, 2, 8, 256, 0)),
     Case("attention_causal-200-past1000", attention_causal(200, 1000, 2, 8, 256, 0)),

@@ -39,7 +39,11 @@ MAX_REGISTERS = 63
 MAX_SHARED_BYTES = 48 * 1024
 SPILL_BUDGET_BYTES = {
     "attention_causal_256": 240,  # outside its two inner loops but for 12 bytes
-    "gated_delta_scan_128": 56,  # outside its inner loops
+    "attention_full_12": 44,  # these all outside their inner loops
+    "attention_full_72": 24,
+    "gated_delta_scan_128": 128,
+    "gated_delta_scan_32": 136,
+    "gated_delta_scan_16": 112,
 }
 """Spill stores plus loads that a kernel may have, in bytes of code per thread; 0 if it is not named."""
 

@@ -73,7 +73,7 @@ class Card:
         memory = SHARED_64_CLOCKS * counts["LDS"] + 2 * (counts["STS"] + counts["LD"] + counts["ST"])
         return max(issue, arithmetic, memory) / self._efficiency
 
-    def product(self, kernel: str, blocks: int, warps: int, k: int, loop: int = -1) -> float:
+    def product(self, kernel: str, blocks: int, warps: int, k: float, loop: int = -1) -> float:
         """Seconds of `blocks` tiles over k columns; the last round of blocks may leave multiprocessors idle."""
         body = self.main_loops(kernel)[loop]
         once = len(self._code[kernel].operations) - sum(other.size for other in self.main_loops(kernel))
@@ -87,9 +87,10 @@ class Card:
         return count / 32 / share / self._efficiency / MULTIPROCESSORS / HOT_CLOCK
 
     def dense(self, what: str, m: int, n: int, k: int, kernel: str = "matmul_q4") -> Step:
-        """y[m, n] over k columns, in tiles of 64 x 128 (float32: 64 x 64)."""
-        width = 64 if kernel == "matmul_f32" else 128
-        return Step(kernel, what, self.product(kernel, -(-m // 64) * -(-n // width), 8, k))
+        """y[m, n] over k columns, in tiles of 64 x 128 (float32: 32 x 32, 64 columns at a time)."""
+        if kernel == "matmul_f32":
+            return Step(kernel, what, self.product(kernel, -(-m // 32) * -(-n // 32), 8, k / 4))
+        return Step(kernel, what, self.product(kernel, -(-m // 64) * -(-n // 128), 8, k))
 
     def grouped(self, what: str, rows: np.ndarray[tuple[int], np.dtype[np.int64]], n: int, k: int) -> Step:
         """The experts' product: rows of each expert in tiles of 32, the last of 16 where that is enough."""
@@ -111,8 +112,7 @@ def delta_layer(card: Card, tokens: int) -> list[Step]:
     per_token = 3 * d * d + CHUNK * d  # state products, and P N
     in_chunk = 2 * CHUNK * d + CHUNK * 2 * d / 2  # both Gram matrices whole, triangular solve
     return [
-        card.dense("in_proj_qkv", tokens, channels, HIDDEN),
-        card.dense("in_proj_z", tokens, width, HIDDEN),
+        card.dense("in_proj_qkv, z", tokens, channels + width, HIDDEN),
         card.dense("in_proj_a, b", tokens, 64, HIDDEN, "matmul_f32"),
         card.moved("conv1d_silu", "convolution", 8.2 * tokens * channels),
         Step("gated_delta_chunk", "chunks", card.multiply_adds("gated_delta_chunk_128", tokens * heads * in_chunk)),
@@ -127,8 +127,7 @@ def attention_layer(card: Card, tokens: int) -> list[Step]:
     heads, d = 16, 256
     pairs = heads * d * tokens * (tokens + 64) / 2  # the last page of a row is computed whole
     return [
-        card.dense("q_proj", tokens, 8192, HIDDEN),
-        card.dense("k_proj, v_proj", tokens, 1024, HIDDEN),
+        card.dense("q_proj, k_proj, v_proj", tokens, 9216, HIDDEN),
         card.moved("rmsnorm, rope, kv_store", "q and k norms", 30 * tokens * heads * d),
         Step("attention_causal", "attention", card.multiply_adds("attention_causal_256", 2 * pairs)),
         card.dense("o_proj", tokens, HIDDEN, heads * d),

@@ -20,7 +20,8 @@ from engine.model import text_positions
 from engine.weights import load_weights
 
 NEWER = sorted((CUDA_SOURCES / "sm_80").glob("*.cu"))
-CASES = [case for case in SMALL if case.name.startswith(("matmul_q4-", "matmul_f16-", "experts-", "gated_delta-"))]
+NEWER_CASES = ("matmul_q4-", "matmul_f16-", "experts-", "attention_causal-")
+CASES = [case for case in SMALL if case.name.startswith(NEWER_CASES)]
 
 
 @pytest.mark.parametrize("order", [0, 1, 7])
@@ -35,6 +36,11 @@ def test_rows_do_not_depend_on_their_neighbours(newer_library: Path, rows: slice
     invariance.test_matmul_q4_rows_do_not_depend_on_their_neighbours(Emulator(newer_library), rows)
 
 
+@pytest.mark.parametrize("cut", [1, 64, 100])
+def test_attention_resumed_in_the_middle_equals_the_uncut_pass(newer_library: Path, cut: int) -> None:
+    invariance.test_attention_resumed_in_the_middle_equals_the_uncut_pass(Emulator(newer_library), cut)
+
+
 @pytest.mark.parametrize("count", [1, 17, 32])
 def test_grouped_equals_dense(newer_library: Path, count: int) -> None:
     invariance.test_grouped_tiles_of_both_heights_equal_the_dense_product(Emulator(newer_library), count)
@@ -44,8 +50,7 @@ def test_each_has_the_kernels_of_its_namesake() -> None:
     assert NEWER
     for source in NEWER:
         assert (CUDA_SOURCES / source.name).exists()
-        if "gated_delta" not in source.name:  # it includes its namesake
-            assert kernel_names(source) == kernel_names(CUDA_SOURCES / source.name)
+        assert kernel_names(source) == kernel_names(CUDA_SOURCES / source.name)
 
 
 def test_a_card_gets_the_newest_form_that_it_can_run(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def real_weights() -> Weights:
 
 @pytest.mark.parametrize(
     ("free_mib", "context", "pass_tokens", "resident"),
-    [(5375, 4096, 2048, 16), (5375, 32768, 2048, 13), (5375, 262144, 2048, 10), (143_000, 32768, 4096, 40)],
+    [(5375, 4096, 4096, 15), (5375, 32768, 4096, 12), (5375, 262144, 4096, 9), (143_000, 32768, 4096, 40)],
 )
 def test_plan_of_the_real_model(free_mib: int, context: int, pass_tokens: int, resident: int) -> None:
     plan = make_plan(real_weights(), False, free_mib << 20, context, None)

@@ -76,9 +76,9 @@ void emu_barrier(int line) {
     emu_switch(&fibers[current].stack_pointer, scheduler_stack_pointer);
 }
 
-/* mma.m16n8k16 of bfloat16 pairs, row by column. Every thread of the block takes part, each warp for itself; two sets of
+/* mma.m16n8k16 of pairs of bfloat16 or half precision numbers, row by column. Every thread of the block takes part, each warp for itself; two sets of
  * fragments take turns, so that one barrier separates those who write from those who read. */
-void emu_mma(float *d, const unsigned *a, unsigned b0, unsigned b1, int line) {
+void emu_mma(float *d, const unsigned *a, unsigned b0, unsigned b1, bool half, int line) {
     static unsigned fragment_a[2][1024][4], fragment_b[2][1024][2];
     static unsigned char turn[1024];
     const unsigned thread = current, lane = thread % 32, first = thread - lane, set = turn[thread] ^= 1;
@@ -86,7 +86,8 @@ void emu_mma(float *d, const unsigned *a, unsigned b0, unsigned b1, int line) {
     fragment_b[set][thread][0] = b0;
     fragment_b[set][thread][1] = b1;
     emu_barrier(line);
-    const auto value = [](unsigned pair, unsigned upper) {
+    const auto value = [half](unsigned pair, unsigned upper) {
+        if (half) return (float)emu_bits<_Float16>((uint16_t)(upper ? pair >> 16 : pair));
         return emu_bits<float>(upper ? pair & 0xffff0000u : pair << 16);
     };
     for (unsigned c = 0; c < 4; ++c) {

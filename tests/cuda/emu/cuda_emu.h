@@ -39,6 +39,9 @@ struct alignas(8) uint2 {
 struct alignas(16) int4 {
     int x, y, z, w;
 };
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 
 template <class To, class From>
 static inline To emu_bits(From from) {
@@ -51,7 +54,7 @@ static inline float __int_as_float(int i) { return emu_bits<float>(i); }
 static inline int __float_as_int(float f) { return emu_bits<int>(f); }
 
 void emu_barrier(int line);
-void emu_mma(float *d, const unsigned *a, unsigned b0, unsigned b1, int line);
+void emu_mma(float *d, const unsigned *a, unsigned b0, unsigned b1, bool half, int line);
 void emu_run_block(unsigned threads, void (*kernel)(void *), void *argument);
 
 template <class... Arguments, size_t... Index>
