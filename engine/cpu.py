@@ -140,9 +140,9 @@ class CpuEngine:
         buffer = ffi.buffer(lib.fm_pass_hidden(self._live()), self.max_tokens * self._hidden * 4)
         return np.frombuffer(buffer, np.float32).reshape(self.max_tokens, self._hidden)
 
-    def layers(self, state: SequenceState, first: int, last: int, *, recurrent: bool) -> None:
+    def layers(self, state: SequenceState, first: int, last: int, *, recurrent: bool, every_row: bool = True) -> None:
         """Run layers first..last-1 of the pass; see fm_pass_layers."""
-        lib.fm_pass_layers(self._live(), self._sequence(state, self._tokens), first, last, recurrent)
+        lib.fm_pass_layers(self._live(), self._sequence(state, self._tokens), first, last, recurrent, every_row)
 
     def logits(self, row: int) -> Float32Array:
         """float32 [vocab] at token `row` of the pass, whose layers have all run."""

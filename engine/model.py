@@ -101,6 +101,7 @@ class Model:
         card: Stretch | None = None,
         reached: Callable[[], None] = lambda: None,
         paused: PausedPass | None = None,
+        every_row: bool = False,
     ) -> Generator[int, None, int]:
         """Append a segment of at least one token; returns the row of its last token in its last pass.
 
@@ -108,7 +109,8 @@ class Model:
         dropped. positions: int32 [n, 3], by default those of text behind the state. embeddings: (index in the segment,
         rows float32 [k, hidden]) that take the place of the tokens' own. card: the tokens are this stretch of a
         prompt, which may hold several segments and is computed by the card; `reached` is called at its stops. paused:
-        where the first pass goes on; the state is the one that was left then.
+        where the first pass goes on; the state is the one that was left then. every_row: when a pass on the CPU is
+        done, `logits` may be asked at all of its rows, which costs the last layer's work for them.
         """
         ids = np.ascontiguousarray(token_ids, np.int32)
         if positions is None:
@@ -131,7 +133,7 @@ class Model:
                 done = paused.layers
                 self.cpu.hidden[:] = paused.hidden
             for layer in range(done, layers):
-                self.cpu.layers(state, layer, layer + 1, recurrent=False)
+                self.cpu.layers(state, layer, layer + 1, recurrent=False, every_row=every_row)
                 if layer == layers - 1:
                     state.position += size
                 yield begin + size * (layer + 1) // layers

@@ -208,6 +208,21 @@ static void merge_head(void *arg, int head, int worker) {
     finish_head(e, 0, head, acc, sum);
 }
 
+void fm_store_keys(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
+    const fm_model_spec *s = &e->spec;
+    attention_job job = {e, layer, sequence, 1};
+    const int key_width = s->kv_heads * s->head_dim;
+    float *k = e->projected + 2 * s->heads * s->head_dim, *v = k + key_width;
+    const fm_product inputs[] = {
+        {.matrix = &layer->k_proj, .out = k, .ld = e->projected_ld},
+        {.matrix = &layer->v_proj, .out = v, .ld = e->projected_ld},
+    };
+    fm_multiply_all(e, &e->normed, inputs, 2);
+    fm_charge(e, FM_OP_ATTENTION_IN, fm_products_bytes(inputs, 2));
+    fm_parallel_for(e->pool, e->tokens, store_token, &job);
+    fm_charge(e, FM_OP_ATTENTION, 0);
+}
+
 void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     const fm_model_spec *s = &e->spec;
     /* Few tokens are dealt out one by one rather than to few threads. */

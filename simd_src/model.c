@@ -209,21 +209,45 @@ void fm_pass_begin(fm_engine *e, const int *ids, const int *positions, int token
 
 float *fm_pass_hidden(fm_engine *e) { return e->hidden; }
 
+/* Goes on with the pass's tokens from `skip` on; -skip takes it back. */
+static void skip_tokens(fm_engine *e, int skip) {
+    const ptrdiff_t hidden = (ptrdiff_t)skip * e->spec.hidden, rotary = (ptrdiff_t)skip * e->spec.rotary_pairs;
+    e->tokens -= skip;
+    e->hidden += hidden;
+    e->cosine += rotary;
+    e->sine += rotary;
+}
+
 /* Int8 inputs put noise of a few hundredths on every logit, and near ties turn on it. What the last layer and the head
  * add to it nothing after them evens out, so their inputs are two terms: the int8 form, and what that leaves over, again
  * in int8 (tests/bench/NOTES.md, "Accuracy of 8-bit activations"). */
-void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, int recurrent) {
+void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, int recurrent, int every_row) {
     e->charged_to = now(); /* what the caller did since the last layer is no operation's */
     for (int i = first; i < last; i++) {
         const fm_layer *layer = e->spec.layer + i;
-        e->refined = i == e->spec.layers - 1;
-        fm_norm(e, layer->input_norm);
-        if (layer->kind == FM_ATTENTION)
+        const int is_last = i == e->spec.layers - 1, skip = is_last && !every_row ? e->tokens - 1 : 0;
+        e->refined = is_last;
+        if (skip > 0 && layer->kind == FM_ATTENTION) {
+            e->tokens = skip;
+            fm_norm(e, layer->input_norm);
+            fm_store_keys(e, layer, sequence);
+            e->tokens = skip + 1;
+            skip_tokens(e, skip);
+            sequence->position += skip;
+            fm_norm(e, layer->input_norm);
             fm_attention(e, layer, sequence);
-        else
-            fm_delta_net(e, layer, sequence, recurrent);
+            sequence->position -= skip;
+        } else {
+            fm_norm(e, layer->input_norm);
+            if (layer->kind == FM_ATTENTION)
+                fm_attention(e, layer, sequence);
+            else
+                fm_delta_net(e, layer, sequence, recurrent);
+            skip_tokens(e, skip);
+        }
         fm_norm(e, layer->post_norm);
         fm_moe(e, layer);
+        skip_tokens(e, -skip);
     }
 }
 
@@ -241,7 +265,7 @@ void fm_pass_logits(fm_engine *e, int row, float *logits) {
 
 void fm_decode(fm_engine *e, fm_sequence *sequence, int id, const int *position, float *logits) {
     fm_pass_begin(e, &id, position, 1);
-    fm_pass_layers(e, sequence, 0, e->spec.layers, 1);
+    fm_pass_layers(e, sequence, 0, e->spec.layers, 1, 1);
     fm_pass_logits(e, 0, logits);
     fm_charge(e, FM_OP_HEAD, fm_matrix_bytes(&e->spec.head));
 }

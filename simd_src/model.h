@@ -136,6 +136,8 @@ void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *product
 /* Weights that the products read. */
 size_t fm_products_bytes(const fm_product *products, int count);
 
+/* Keys and values of all tokens from normed, and nothing else of the attention. */
+void fm_store_keys(fm_engine *e, const fm_layer *layer, fm_sequence *sequence);
 void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence);
 void fm_delta_net(fm_engine *e, const fm_layer *layer, fm_sequence *sequence, int recurrent);
 void fm_moe(fm_engine *e, const fm_layer *layer);

@@ -75,8 +75,9 @@ void fm_pass_begin(fm_engine *engine, const int *ids, const int *positions, int 
 /* Residual stream of the pass, [T][hidden]: rows may be replaced between begin and the first layer. */
 float *fm_pass_hidden(fm_engine *engine);
 /* Runs layers first..last-1. recurrent: delta rule token by token (decode) instead of in chunks of 64 counted from the
- * start of the pass (prefill). The caller moves the position of the sequence once all layers have run. */
-void fm_pass_layers(fm_engine *engine, fm_sequence *sequence, int first, int last, int recurrent);
+ * start of the pass (prefill). every_row 0: of the last layer's results only that of the last token is made, besides what
+ * the sequence keeps. The caller moves the position of the sequence once all layers have run. */
+void fm_pass_layers(fm_engine *engine, fm_sequence *sequence, int first, int last, int recurrent, int every_row);
 /* Logits [vocab] of token `row` of the pass, whose layers have all run. */
 void fm_pass_logits(fm_engine *engine, int row, float *logits);
 /* One decode step: a whole pass of one token. */

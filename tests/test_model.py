@@ -71,7 +71,8 @@ class TestAgainstOfficial:
 
     def test_every_position_of_a_prompt(self, model: Model, name: str) -> None:
         known = vectors(name)
-        model.prefill(model.new_state(), known["tokens"])
+        for _ in model.advance_steps(model.new_state(), known["tokens"], every_row=True):
+            pass
         got = np.stack([model.cpu.logits(row) for row in range(0, len(known["tokens"]), 9)])
         assert deviation(got, known["all_logits"]) < HF_TOLERANCE
 
@@ -98,7 +99,8 @@ class TestAgainstOfficial:
     def test_picture_positions_and_what_follows_them(self, model: Model, name: str) -> None:
         known = vectors(name)
         state = model.new_state()
-        model.prefill(state, known["mrope_tokens"], known["mrope_positions"])
+        for _ in model.advance_steps(state, known["mrope_tokens"], known["mrope_positions"], every_row=True):
+            pass
         rows = range(0, len(known["mrope_tokens"]), 5)
         assert deviation(np.stack([model.cpu.logits(row) for row in rows]), known["mrope_logits"]) < HF_TOLERANCE
         state.rope_delta = int(known["mrope_delta"])
@@ -194,7 +196,8 @@ class TestForms:
         weights = load_weights(directory, model.config)
         head = formats.dequantize_q4(weights.head.data)
         ids = np.random.default_rng(5).integers(0, 258, 64).astype(np.int32)
-        model.prefill(model.new_state(), ids)
+        for _ in model.advance_steps(model.new_state(), ids, every_row=True):
+            pass
         errors = []
         for row, hidden in enumerate(model.cpu.hidden.astype(np.float64)):
             scale = np.sqrt((hidden**2).mean() + model.config.rms_norm_eps)
@@ -224,6 +227,21 @@ class TestPrefill:
         masked[50:80] = 3
         got = model.prefill(model.new_state(), masked, embeddings=[(50, rows)])
         assert got.tobytes() == expected.tobytes()
+        model.close()
+
+    @tiers
+    def test_the_last_row_alone_is_what_it_is_among_all(self, tmp_path: Path, tier: str) -> None:
+        """The last layer's other rows are left out; its keys, states and the last row keep every bit."""
+        model = load_model(packed_checkpoint(tmp_path / "packed"), simd_tier=tier, pass_tokens=64)
+        ids = np.random.default_rng(8).integers(0, 258, 150).astype(np.int32)
+        for length in (1, 2, 63, 64, 65, 130, 150):
+            whole, short = model.new_state(), model.new_state()
+            for _ in model.advance_steps(whole, ids[:length], every_row=True):
+                pass
+            expected = model.logits((length - 1) % 64)
+            assert model.prefill(short, ids[:length]).tobytes() == expected.tobytes(), length
+            assert state_bytes(short) == state_bytes(whole), length
+            assert model.decode(short, 5).tobytes() == model.decode(whole, 5).tobytes(), length
         model.close()
 
     def test_steps_report_every_layer_in_order(self, tmp_path: Path) -> None:

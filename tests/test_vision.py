@@ -114,7 +114,7 @@ class TestAgainstOfficial:
             sight = Sight(engine._pictures, prompt, CacheOptions())
             state, rows = model.new_state(), finish(sight, len(prompt.token_ids))
             logits = []
-            steps = model.advance_steps(state, prompt.token_ids, sight.positions, rows)
+            steps = model.advance_steps(state, prompt.token_ids, sight.positions, rows, every_row=True)
             for processed in steps:  # whole passes: every row's logits are there when the last layer has run
                 if processed % model.pass_tokens == 0 or processed == len(prompt.token_ids):
                     first = (processed - 1) // model.pass_tokens * model.pass_tokens
