@@ -253,6 +253,7 @@ class History:
                 assert self.control.gauges()["ram_bytes"] == self.control.gauges()["disk_bytes"] == 0
                 assert self.files() == []
         elif what in ("lose a file", "flip a bit"):
+            self.control.prefix.flush()
             files = self.files()
             for path in files[where % len(files) :][:1] if files else ():
                 if what == "lose a file":
@@ -261,6 +262,7 @@ class History:
                     data = bytearray(path.read_bytes())
                     data[where * 7919 % len(data)] ^= 1 << where % 8
                     path.write_bytes(data)
+            self.then("crowd", where)  # what is still in memory would be taken from there, and the damage never seen
 
     def files(self) -> list[Path]:
         return sorted(path for path in self.folder.rglob("*") if path.suffix in (".kv", ".snap"))
