@@ -163,7 +163,7 @@ def page_runs(arrays: Sequence[Array]) -> list[UInt8Array]:
     return [np.ctypeslib.as_array((ctypes.c_uint8 * (end - begin)).from_address(begin)) for begin, end in runs]
 
 
-class CardTower:
+class CardTower(Tower):
     """The vision tower on the card that prompts run on. One picture at a time, in the thread that owns the card, and
     not while a prompt is inside a call."""
 

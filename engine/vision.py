@@ -96,9 +96,7 @@ def _count_up(positions: Int32Array, first: int) -> None:
 class Tower(Protocol):
     """What makes rows of pictures, one at a time."""
 
-    @property
-    def config(self) -> VisionConfig:
-        """Sizes."""
+    config: VisionConfig
 
     def encode_steps(self, pixels: UInt8Array) -> Generator[int, None, Float32Array]:
         """See `VisionTower.encode_steps`."""
@@ -106,8 +104,18 @@ class Tower(Protocol):
     def close(self) -> None:
         """Free memory. Idempotent."""
 
+    def encode(self, pixels: UInt8Array) -> Float32Array:
+        """`encode_steps` without a stop."""
+        steps = self.encode_steps(pixels)
+        try:
+            while True:
+                next(steps)
+        except StopIteration as end:
+            rows: Float32Array = end.value
+            return rows
 
-class VisionTower:
+
+class VisionTower(Tower):
     """The vision tower on the CPU, over one set of weights. One picture at a time, in the thread that owns the pool."""
 
     def __init__(self, weights: VisionWeights, tier: str, pool: Any) -> None:
@@ -163,16 +171,6 @@ class VisionTower:
                 if self._tower != ffi.NULL:
                     lib.fm_vision_end(self._tower)
         return out
-
-    def encode(self, pixels: UInt8Array) -> Float32Array:
-        """`encode_steps` without a stop."""
-        steps = self.encode_steps(pixels)
-        try:
-            while True:
-                next(steps)
-        except StopIteration as end:
-            rows: Float32Array = end.value
-            return rows
 
     def _fill(self, weights: VisionWeights) -> Any:
         c = weights.config

@@ -208,17 +208,24 @@ static void merge_head(void *arg, int head, int worker) {
     finish_head(e, 0, head, acc, sum);
 }
 
-void fm_store_keys(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
+enum { QUERIES, KEYS, INPUTS = 3 };
+
+/* The input projections from `first` (QUERIES or KEYS) on: queries with gates, keys, values. */
+static void project(fm_engine *e, const fm_layer *layer, int first) {
     const fm_model_spec *s = &e->spec;
-    attention_job job = {e, layer, sequence, 1};
-    const int key_width = s->kv_heads * s->head_dim;
-    float *k = e->projected + 2 * s->heads * s->head_dim, *v = k + key_width;
-    const fm_product inputs[] = {
+    float *q = e->projected, *k = q + 2 * s->heads * s->head_dim, *v = k + s->kv_heads * s->head_dim;
+    const fm_product inputs[INPUTS] = {
+        {.matrix = &layer->q_proj, .out = q, .ld = e->projected_ld},
         {.matrix = &layer->k_proj, .out = k, .ld = e->projected_ld},
         {.matrix = &layer->v_proj, .out = v, .ld = e->projected_ld},
     };
-    fm_multiply_all(e, &e->normed, inputs, 2);
-    fm_charge(e, FM_OP_ATTENTION_IN, fm_products_bytes(inputs, 2));
+    fm_multiply_all(e, &e->normed, inputs + first, INPUTS - first);
+    fm_charge(e, FM_OP_ATTENTION_IN, fm_products_bytes(inputs + first, INPUTS - first));
+}
+
+void fm_store_keys(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
+    attention_job job = {e, layer, sequence, 1};
+    project(e, layer, KEYS);
     fm_parallel_for(e->pool, e->tokens, store_token, &job);
     fm_charge(e, FM_OP_ATTENTION, 0);
 }
@@ -228,16 +235,8 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     /* Few tokens are dealt out one by one rather than to few threads. */
     const int share = e->tokens * s->kv_heads / (2 * e->threads);
     attention_job job = {e, layer, sequence, share < 1 ? 1 : fm_least(share, FM_ATTEND_TOKENS)};
-    const int query_width = 2 * s->heads * s->head_dim, key_width = s->kv_heads * s->head_dim;
-    float *q = e->projected, *k = q + query_width, *v = k + key_width;
     e->mixed.ld = e->mixed.q.cols = s->heads * s->head_dim;
-    const fm_product inputs[] = {
-        {.matrix = &layer->q_proj, .out = q, .ld = e->projected_ld},
-        {.matrix = &layer->k_proj, .out = k, .ld = e->projected_ld},
-        {.matrix = &layer->v_proj, .out = v, .ld = e->projected_ld},
-    };
-    fm_multiply_all(e, &e->normed, inputs, 3);
-    fm_charge(e, FM_OP_ATTENTION_IN, fm_products_bytes(inputs, 3));
+    project(e, layer, QUERIES);
     if (e->tokens == 1) {
         const int spans = fm_blocks(sequence->position + 1, SPAN_TOKENS);
         for (int worker = 0; worker < e->threads; worker++) *carve(e, worker).loaded = -1;
@@ -247,7 +246,7 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
         fm_parallel_for(e->pool, e->tokens, store_token, &job);
         fm_parallel_for(e->pool, fm_blocks(e->tokens, job.block) * s->kv_heads, attend_block, &job);
     }
-    const size_t keys = (size_t)(sequence->position + e->tokens) * key_width;
+    const size_t keys = (size_t)(sequence->position + e->tokens) * s->kv_heads * s->head_dim;
     fm_charge(e, FM_OP_ATTENTION, 2 * keys * element_bytes(s));
     const fm_product output = {.matrix = &layer->o_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
     fm_multiply_all(e, &e->mixed, &output, 1);

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tiny_models import VECTORS, load_model, packed_checkpoint, vector_checkpoint
+from tiny_models import VECTORS, deviation, load_model, packed_checkpoint, vector_checkpoint
 
 from engine import formats
 from engine.config import SIMD_TIERS
@@ -27,11 +27,6 @@ tiers = pytest.mark.parametrize(
     [pytest.param(t, marks=pytest.mark.skipif(t not in supported_tiers(), reason=f"no {t} here")) for t in SIMD_TIERS],
 )
 models = pytest.mark.parametrize("name", ["a", "b"])
-
-
-def deviation(got: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
-    """Largest difference relative to the scale of what is expected."""
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def vectors(name: str) -> dict[str, npt.NDArray[np.generic]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tiny_models import VECTORS, packed_checkpoint, vector_checkpoint
+from tiny_models import VECTORS, deviation, packed_checkpoint, vector_checkpoint
 from tiny_pictures import picture
 
 from engine.config import SIMD_TIERS, CacheSettings, EngineConfig
@@ -84,11 +84,6 @@ def request(prompt: Prompt, max_tokens: int = 4, **options: object) -> Generatio
 def tower(engine: Engine) -> VisionTower:
     assert engine._pictures is not None
     return engine._pictures._tower
-
-
-def deviation(got: npt.NDArray[np.float32], expected: npt.NDArray[np.generic]) -> float:
-    """Largest difference relative to the scale of what is expected."""
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def tokens(engine: Engine, wanted: GenerationRequest) -> list[int]:

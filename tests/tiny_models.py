@@ -1,4 +1,5 @@
-"""Small checkpoint directories for tests: the ones behind tests/vectors, and a random packed one."""
+"""Small checkpoint directories for tests: the ones behind tests/vectors, and a random packed one; and how far results
+lie apart."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -89,6 +91,11 @@ def load_model(directory: Path, **settings: Any) -> Model:
     config = EngineConfig(**{"threads": 1, **settings})
     weights = load_weights(directory, ModelConfig.load(directory))
     return Model(weights, config, threads=config.threads or 1, cpus=None, max_context=4096)
+
+
+def deviation(got: npt.NDArray[np.float32], expected: npt.NDArray[np.generic]) -> float:
+    """Largest difference relative to the scale of what is expected."""
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def _packed_tensors() -> Iterator[tuple[str, tuple[str, tuple[int, ...], bytes]]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from card_models import card_checkpoint
-from tiny_models import load_model, vector_checkpoint
+from tiny_models import deviation, load_model, vector_checkpoint
 
 import engine.engine
 from engine import cuda_driver
@@ -60,15 +60,6 @@ def model(checkpoint: Path) -> Iterator[Model]:
 
 
 @pytest.fixture
-def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """The driver in small; `fake_fail` makes one of its calls fail."""
-    monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
-    loaded = ctypes.CDLL(str(library))
-    loaded.fake_read_only(False)
-    return loaded
-
-
-@pytest.fixture
 def card(driver: ctypes.CDLL) -> Iterator[CudaCard]:
     opened = CudaCard(PTX)
     yield opened
@@ -95,10 +86,6 @@ def run(gpu: GpuPrefill, state: SequenceState, ids: Int32Array, **more: Any) -> 
             next(steps)
         except StopIteration as end:
             return gpu._cpu.logits(end.value)
-
-
-def deviation(got: Float32Array, expected: Float32Array) -> float:
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def contents(state: SequenceState) -> bytes:

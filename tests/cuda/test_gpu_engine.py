@@ -23,6 +23,7 @@ from engine.errors import Cancelled, ConfigError, KernelError
 from engine.segments import CardRule
 
 TURN, NEWLINE, ASSISTANT = 258, 198, 64
+pytestmark = pytest.mark.usefixtures("driver")
 CONTEXT = 1024
 
 
@@ -32,12 +33,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = card_checkpoint(tmp_path_factory.mktemp("models") / "card")
     add_turn_token(directory)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
-    return ctypes.CDLL(str(library))
 
 
 def config(**more: Any) -> EngineConfig:

@@ -14,21 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 from card_models import card_checkpoint
-from tiny_models import add_turn_token, load_model
+from tiny_models import add_turn_token, deviation, load_model
 from tiny_pictures import picture
 
 from engine import cuda_driver, gpu_vision
 from engine.config import CacheSettings, EngineConfig, ModelConfig, VisionConfig
 from engine.core import (
     CacheOptions,
-    Float32Array,
     GenerationRequest,
     ImageSpan,
     Progress,
     Prompt,
     SamplingParams,
     TokenResult,
-    UInt8Array,
 )
 from engine.cuda_driver import CudaCard
 from engine.engine import Engine
@@ -36,10 +34,11 @@ from engine.errors import Cancelled, KernelError, OutOfMemory
 from engine.gpu import PTX, GpuPrefill, IdleMemory, lock_experts, make_plan
 from engine.gpu_vision import CardTower, activations, open_tower, page_runs, plan_tower
 from engine.model import Model
-from engine.vision import Tower, VisionTower, picture_flops
+from engine.vision import VisionTower, picture_flops
 from engine.vision_bench import PUBLISHED, random_weights
 from engine.weights import VisionWeights, load_weights
 
+pytestmark = pytest.mark.usefixtures("driver")
 TOLERANCE = 1e-4  # of the rows' scale
 SIZES = ((32, 32), (96, 160), (224, 64), (32, 480))  # height, width: one token, and grids that are not square
 TURN, NEWLINE, ASSISTANT, PAD = 258, 198, 64, 508
@@ -57,14 +56,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = card_checkpoint(tmp_path_factory.mktemp("models") / "card", sees=True)
     add_turn_token(directory)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
-    loaded = ctypes.CDLL(str(library))
-    loaded.fake_read_only(False)
-    return loaded
 
 
 @pytest.fixture
@@ -95,20 +86,6 @@ def cpu_tower(weights: VisionWeights, model: Model) -> VisionTower:
     return VisionTower(weights, model.cpu.tier, model.cpu.pool)
 
 
-def rows(tower: Tower, pixels: UInt8Array) -> Float32Array:
-    steps = tower.encode_steps(pixels)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: Float32Array = end.value
-            return found
-
-
-def deviation(got: Float32Array, expected: Float32Array) -> float:
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
-
-
 @pytest.mark.parametrize("shape", [TINY, WIDE], ids=["heads-of-12", "heads-of-72"])
 def test_the_card_gives_the_rows_of_the_cpu(
     model: Model, prefill: Callable[..., GpuPrefill], driver: ctypes.CDLL, shape: VisionConfig
@@ -120,7 +97,7 @@ def test_the_card_gives_the_rows_of_the_cpu(
     assert decided.startswith(", pictures of up to ")
     for seed, (height, width) in enumerate(SIZES):
         pixels, launched = picture(height, width, seed), driver.fake_launches()
-        got = rows(tower, pixels)
+        got = tower.encode(pixels)
         assert got.shape == (height * width // 1024, 80)
         assert driver.fake_launches() - launched == 3 + 9 * shape.depth + 4
         assert deviation(got, cpu.encode(pixels)) < TOLERANCE, f"{width} x {height}"
@@ -135,7 +112,7 @@ def test_the_kernels_for_newer_cards_do_so_too(
         weights, pixels = random_weights(shape), picture(96, 160, 1)
         cpu = cpu_tower(weights, model)
         tower, _ = open_tower(weights, cpu, prefill(), None)
-        assert deviation(rows(tower, pixels), cpu.encode(pixels)) < TOLERANCE
+        assert deviation(tower.encode(pixels), cpu.encode(pixels)) < TOLERANCE
         tower.close()
 
 
@@ -149,7 +126,7 @@ def test_whose_memory_it_is_and_how_weights_travel_changes_no_bit(
     def run(gpu: GpuPrefill, spare: int = 0) -> None:
         plans.append(plan_tower(weights, gpu.idle_memory, spare))
         tower = CardTower(weights, cpu_tower(weights, model), gpu.card, gpu.idle_memory, plans[-1])
-        found.add(rows(tower, pixels).tobytes())
+        found.add(tower.encode(pixels).tobytes())
         tower.close()
 
     resident, travelling = prefill(), prefill(4_200_000)
@@ -186,8 +163,8 @@ def test_prompts_and_pictures_take_turns_in_the_same_memory(model: Model, prefil
             pass
         return state.ssm.tobytes()
 
-    first = prompt(), rows(tower, picture(64, 96, 0)).tobytes()
-    assert (prompt(), rows(tower, picture(64, 96, 0)).tobytes()) == first
+    first = prompt(), tower.encode(picture(64, 96, 0)).tobytes()
+    assert (prompt(), tower.encode(picture(64, 96, 0)).tobytes()) == first
     tower.close()
 
 
@@ -196,21 +173,21 @@ def test_pictures_left_early_leave_the_card_ready_and_its_memory_as_it_was(
 ) -> None:
     gpu, weights, pixels = prefill(), random_weights(TINY), picture(64, 96, 0)
     tower, _ = open_tower(weights, cpu_tower(weights, model), gpu, None)
-    expected = rows(tower, pixels)
+    expected = tower.encode(pixels)
     gpu.card.synchronize()
     live = driver.fake_live()
     for count in (1, 2, 3, 4, 1):
         steps = tower.encode_steps(pixels)
         assert [next(steps) for _ in range(count)] == [4, 3, 2, 1][:count]
         steps.close()
-    assert np.array_equal(rows(tower, pixels), expected)
+    assert np.array_equal(tower.encode(pixels), expected)
     gpu.card.synchronize()
     assert driver.fake_live() == live
     tower.close()
     gpu.close()
     assert driver.fake_live() == 0
     with pytest.raises(KernelError, match="closed"):
-        rows(tower, pixels)
+        tower.encode(pixels)
 
 
 def test_a_failing_card_is_a_kernel_error(
@@ -220,7 +197,7 @@ def test_a_failing_card_is_a_kernel_error(
     tower, _ = open_tower(weights, cpu_tower(weights, model), prefill(), None)
     driver.fake_fail(b"cuLaunchKernel", 700)
     with pytest.raises(KernelError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-        rows(tower, picture(32, 32, 0))
+        tower.encode(picture(32, 32, 0))
     tower.close()
 
 

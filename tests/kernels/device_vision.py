@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from device_prefill import FLOP_SHARE, REPEATS, ProfiledCard, copy_rate, fma_peak, run
+from device_prefill_check import deviation
 
 from engine.config import EngineConfig, ModelConfig, VisionConfig
 from engine.core import Float32Array, UInt8Array
@@ -61,22 +62,6 @@ def tower_weights(shape: VisionConfig, seed: int) -> VisionWeights:
     return _moved(random_weights(shape, seed))
 
 
-def encode(tower: Tower, pixels: UInt8Array) -> Float32Array:
-    """A picture's rows."""
-    steps = tower.encode_steps(pixels)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            rows: Float32Array = end.value
-            return rows
-
-
-def deviation(got: Float32Array, expected: Float32Array) -> float:
-    """Largest difference over the largest value."""
-    return float(np.abs(got - expected).max() / np.abs(expected).max())
-
-
 def on_card(card: CudaCard, cpu: VisionTower, weights: VisionWeights) -> CardTower:
     """The tower in memory of its own."""
     plan = plan_tower(weights, NOTHING_IDLE, min(card.free_bytes(), OWN_BYTES))
@@ -92,10 +77,10 @@ def check_rows(newest: int, tier: str, pool: object) -> int:
             cpu = VisionTower(weights, tier, pool)
             tower, found, again = on_card(card, cpu, weights), [], []
             pictures = [picture(*size, seed) for seed, size in enumerate(SIZES)]
-            first = [encode(tower, pixels) for pixels in pictures]
+            first = [tower.encode(pixels) for pixels in pictures]
             for pixels, rows in zip(pictures, first, strict=True):
                 found.append(deviation(rows, cpu.encode(pixels)))
-                again.append(np.array_equal(encode(tower, pixels), rows))
+                again.append(np.array_equal(tower.encode(pixels), rows))
             failed = not max(found) < TOLERANCE or not all(again)
             failures += failed
             print(
@@ -111,10 +96,10 @@ def check_rows(newest: int, tier: str, pool: object) -> int:
 
 def timed(tower: Tower, pixels: UInt8Array) -> tuple[list[float], Float32Array]:
     """Milliseconds of each of REPEATS encodings after one that warms up, from pixels in memory to rows in memory."""
-    rows, times = encode(tower, pixels), []
+    rows, times = tower.encode(pixels), []
     for _ in range(REPEATS):
         begin = time.perf_counter()
-        rows = encode(tower, pixels)
+        rows = tower.encode(pixels)
         times.append((time.perf_counter() - begin) * 1e3)
     return times, rows
 
@@ -169,7 +154,7 @@ def main() -> int:
             try:
                 tower = on_card(card, VisionTower(weights, tier, pool), weights)
                 if isinstance(card, ProfiledCard):
-                    encode(tower, pixels)
+                    tower.encode(pixels)
                     card.seconds.clear()
                 times, rows = timed(tower, pixels)
                 apart = deviation(rows, expected)
