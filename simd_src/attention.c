@@ -8,7 +8,7 @@
 
 #include "model.h"
 
-enum { SPAN_TOKENS = FM_SPAN_PAGES * FM_PAGE_TOKENS, LINE_BYTES = 64 };
+enum { LINE_BYTES = 64 };
 
 typedef struct {
     fm_engine *engine;
@@ -19,7 +19,7 @@ typedef struct {
 
 /* Scratch of one worker, carved from its share. rows = FM_ATTEND_TOKENS * (heads per kv head). */
 typedef struct {
-    float *query, *acc, *total_acc, *wide, *key, *score, *maximum, *sum, *total_max, *total_sum;
+    float *query, *acc, *inner, *key, *maximum, *sum;
     int *limit;
     int *loaded; /* the kv head whose queries are there, in decode */
 } attend_scratch;
@@ -31,15 +31,11 @@ static attend_scratch carve(const fm_engine *e, int worker) {
     attend_scratch a;
     a.query = fm_worker_scratch(e, worker);
     a.acc = a.query + (size_t)rows * width;
-    a.total_acc = a.acc + (size_t)rows * width;
-    a.wide = a.total_acc + (size_t)rows * width;
-    a.key = a.wide + fm_attend_wide(width);
-    a.score = a.key + width;
-    a.maximum = a.score + (size_t)rows * FM_PAGE_TOKENS;
+    a.inner = a.acc + (size_t)rows * width; /* in whole cache lines, as what is before it */
+    a.key = a.inner + fm_attend_scratch(rows);
+    a.maximum = a.key + width;
     a.sum = a.maximum + rows;
-    a.total_max = a.sum + rows;
-    a.total_sum = a.total_max + rows;
-    a.limit = (int *)(a.total_sum + rows);
+    a.limit = (int *)(a.sum + rows);
     a.loaded = a.limit + rows;
     return a;
 }
@@ -104,43 +100,46 @@ static void load_queries(const attention_job *job, int kv_head, int begin, int e
     }
 }
 
-/* Running softmax of tokens begin..end-1 over one span of keys, from nothing. */
-static void attend_span(const attention_job *job, int kv_head, int begin, int end, int span, attend_scratch *a) {
+/* Merges one span of keys into the running softmax of tokens begin..end-1. */
+static void attend_span(const attention_job *job, int kv_head, int begin, int end, int span, const attend_scratch *a) {
     const fm_engine *e = job->engine;
     const fm_model_spec *s = &e->spec;
-    const int group = group_size(s), rows = (end - begin) * group, start = job->sequence->position;
-    for (int r = 0; r < rows; r++) a->maximum[r] = -INFINITY, a->sum[r] = 0.0f;
-    memset(a->acc, 0, (size_t)rows * s->head_dim * sizeof(float));
+    const int group = group_size(s), start = job->sequence->position, first_key = span * FM_SPAN_TOKENS;
+    const int unseeing = fm_most(0, first_key - (start + begin)) * group, rows = (end - begin) * group - unseeing;
     const size_t key_at = page_offset(s, job->layer, 0, kv_head), value_at = page_offset(s, job->layer, 1, kv_head);
     const int row_bytes = s->head_dim * (int)element_bytes(s);
     fm_attend_args args = {
         .rows = rows,
         .head_dim = s->head_dim,
         .half = !s->kv_f32,
-        .query = a->query,
+        .query = a->query + (size_t)unseeing * s->head_dim,
         .limit = a->limit,
-        .score = a->score,
-        .wide = a->wide,
-        .maximum = a->maximum,
-        .sum = a->sum,
-        .acc = a->acc,
+        .maximum = a->maximum + unseeing,
+        .sum = a->sum + unseeing,
+        .acc = a->acc + (size_t)unseeing * s->head_dim,
+        .scratch = a->inner,
     };
-    const int last_key = fm_least((span + 1) * SPAN_TOKENS, start + end);
-    for (int first_key = span * SPAN_TOKENS; first_key < last_key; first_key += FM_PAGE_TOKENS) {
-        for (int r = 0; r < rows; r++) {
-            const int visible = start + begin + r / group + 1 - first_key;
-            a->limit[r] = visible < 0 ? 0 : fm_least(visible, FM_PAGE_TOKENS);
-        }
-        void *const *page = job->sequence->pages + first_key / FM_PAGE_TOKENS;
-        args.key = element(s, page[0], key_at);
-        args.value = element(s, page[0], value_at);
-        /* Also beyond the span: the next one is most likely this thread's next item. */
-        const int next_keys = fm_least(FM_PAGE_TOKENS, start + end - (first_key + FM_PAGE_TOKENS));
-        args.next_lines = next_keys > 0 ? next_keys * row_bytes / LINE_BYTES : 0;
-        args.next_key = next_keys > 0 ? element(s, page[1], key_at) : NULL;
-        args.next_value = next_keys > 0 ? element(s, page[1], value_at) : NULL;
-        e->ops->attend(&args);
+    for (int r = 0; r < rows; r++) {
+        const int visible = start + begin + (unseeing + r) / group + 1 - first_key;
+        a->limit[r] = fm_least(visible, FM_SPAN_TOKENS);
     }
+    for (int i = 0; i < FM_SPAN_PAGES; i++) {
+        /* Fetched ahead also beyond what this item reads: the next span is most likely this thread's next item. */
+        const int page = span * FM_SPAN_PAGES + i, next = page + FM_SPAN_PAGES;
+        const int keys = start + end - page * FM_PAGE_TOKENS, next_keys = start + end - next * FM_PAGE_TOKENS;
+        void *const *pages = job->sequence->pages;
+        if (keys > 0) args.key[i] = element(s, pages[page], key_at), args.value[i] = element(s, pages[page], value_at);
+        if (next_keys <= 0) continue;
+        args.next_key[i] = element(s, pages[next], key_at);
+        args.next_value[i] = element(s, pages[next], value_at);
+        args.next_lines[i] = fm_least(next_keys, FM_PAGE_TOKENS) * row_bytes / LINE_BYTES;
+    }
+    e->ops->attend(&args);
+}
+
+static void forget(const attend_scratch *a, int rows, int width) {
+    for (int r = 0; r < rows; r++) a->maximum[r] = -INFINITY, a->sum[r] = 0.0f;
+    memset(a->acc, 0, (size_t)rows * width * sizeof(float));
 }
 
 /* Divides, gates and quantises one head's result of one token. */
@@ -159,20 +158,13 @@ static void attend_block(void *arg, int item, int worker) {
     const int group = group_size(s), width = s->head_dim, kv_head = item % s->kv_heads;
     const int begin = (fm_blocks(e->tokens, job->block) - 1 - item / s->kv_heads) * job->block;
     const int end = fm_least(begin + job->block, e->tokens), rows = (end - begin) * group;
-    attend_scratch a = carve(e, worker);
+    const attend_scratch a = carve(e, worker);
     load_queries(job, kv_head, begin, end, a.query);
-    for (int r = 0; r < rows; r++) a.total_max[r] = -INFINITY, a.total_sum[r] = 0.0f;
-    memset(a.total_acc, 0, (size_t)rows * width * sizeof(float));
-    for (int span = 0; span * SPAN_TOKENS < job->sequence->position + end; span++) {
+    forget(&a, rows, width);
+    for (int span = 0; span * FM_SPAN_TOKENS < job->sequence->position + end; span++)
         attend_span(job, kv_head, begin, end, span, &a);
-        for (int r = 0; r < rows; r++) {
-            if (a.sum[r] == 0.0f) continue; /* no key of this span is visible to this row */
-            e->ops->attend_merge(a.total_max + r, a.total_sum + r, a.total_acc + (size_t)r * width, a.maximum[r],
-                                 a.sum[r], a.acc + (size_t)r * width, width);
-        }
-    }
     for (int r = 0; r < rows; r++)
-        finish_head(e, begin + r / group, kv_head * group + r % group, a.total_acc + (size_t)r * width, a.total_sum[r]);
+        finish_head(e, begin + r / group, kv_head * group + r % group, a.acc + (size_t)r * width, a.sum[r]);
 }
 
 /* Decode: one span of one kv head. The newest key and value are stored by the only item that reads them. */
@@ -180,7 +172,7 @@ static void attend_one_span(void *arg, int item, int worker) {
     const attention_job *job = arg;
     fm_engine *e = job->engine;
     const fm_model_spec *s = &e->spec;
-    const int spans = fm_blocks(job->sequence->position + 1, SPAN_TOKENS);
+    const int spans = fm_blocks(job->sequence->position + 1, FM_SPAN_TOKENS);
     const int group = group_size(s), kv_head = item / spans, span = item % spans;
     const size_t at = (size_t)span * s->heads + (size_t)kv_head * group;
     attend_scratch a = carve(e, worker);
@@ -190,6 +182,7 @@ static void attend_one_span(void *arg, int item, int worker) {
     a.acc = e->span_acc + at * s->head_dim;
     a.maximum = e->span_max + at;
     a.sum = e->span_sum + at;
+    forget(&a, group, s->head_dim);
     attend_span(job, kv_head, 0, 1, span, &a);
 }
 
@@ -197,7 +190,7 @@ static void merge_head(void *arg, int head, int worker) {
     const attention_job *job = arg;
     fm_engine *e = job->engine;
     const fm_model_spec *s = &e->spec;
-    const int spans = fm_blocks(job->sequence->position + 1, SPAN_TOKENS);
+    const int spans = fm_blocks(job->sequence->position + 1, FM_SPAN_TOKENS);
     float *acc = fm_worker_scratch(e, worker), maximum = -INFINITY, sum = 0.0f;
     memset(acc, 0, (size_t)s->head_dim * sizeof(float));
     for (int span = 0; span < spans; span++) {
@@ -238,7 +231,7 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     e->mixed.ld = e->mixed.q.cols = s->heads * s->head_dim;
     project(e, layer, QUERIES);
     if (e->tokens == 1) {
-        const int spans = fm_blocks(sequence->position + 1, SPAN_TOKENS);
+        const int spans = fm_blocks(sequence->position + 1, FM_SPAN_TOKENS);
         for (int worker = 0; worker < e->threads; worker++) *carve(e, worker).loaded = -1;
         fm_parallel_for(e->pool, spans * s->kv_heads, attend_one_span, &job);
         fm_parallel_for(e->pool, s->heads, merge_head, &job);

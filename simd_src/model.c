@@ -44,7 +44,7 @@ static void take_input(arena *a, fm_input *in, size_t rows, int cols, int quanti
 /* Floats of scratch that the hungriest job of a layer needs per worker. */
 static size_t worker_floats(const fm_model_spec *s) {
     const size_t rows = (size_t)FM_ATTEND_TOKENS * (s->heads / s->kv_heads), width = (size_t)s->head_dim;
-    const size_t attention = rows * (3 * width + FM_PAGE_TOKENS + 5) + fm_attend_wide(s->head_dim) + width + 1;
+    const size_t attention = rows * (2 * width + 3) + width + 1 + fm_attend_scratch((int)rows);
     const size_t delta = (size_t)FM_DELTA_CHUNK * (s->value_dim + 2) + fm_delta_scratch(s->key_dim, s->value_dim);
     const size_t tile = (size_t)FM_EXPERT_TOKENS * FM_TILE_ROWS;
     const size_t experts = 2 * tile + (size_t)s->max_tokens * (FM_TILE_ROWS + 1);
@@ -54,7 +54,7 @@ static size_t worker_floats(const fm_model_spec *s) {
 static size_t lay_out(fm_engine *e, char *base) {
     const fm_model_spec *s = &e->spec;
     const size_t tokens = (size_t)s->max_tokens, slots = tokens * s->experts_per_token;
-    const size_t spans = (size_t)fm_blocks(s->max_context, FM_SPAN_PAGES * FM_PAGE_TOKENS);
+    const size_t spans = (size_t)fm_blocks(s->max_context, FM_SPAN_TOKENS);
     const int value_width = s->value_heads * s->value_dim, query_width = s->heads * s->head_dim;
     const size_t delta = (size_t)fm_channels(s) + value_width + 2 * (size_t)s->value_heads;
     const size_t attention = 2 * (size_t)query_width + 2 * (size_t)s->kv_heads * s->head_dim;
@@ -105,8 +105,9 @@ size_t fm_delta_scratch(int key_dim, int value_dim) {
     return (size_t)FM_DELTA_CHUNK * (4 * (size_t)key_dim + (size_t)value_dim + 2 * FM_DELTA_CHUNK + 2);
 }
 
-size_t fm_attend_wide(int head_dim) {
-    return most((size_t)FM_ATTEND_KEYS * head_dim, (size_t)FM_PAGE_TOKENS * FM_ATTEND_COLUMNS);
+size_t fm_attend_scratch(int rows) {
+    const size_t keys = (size_t)FM_PAGE_TOKENS * FM_ATTEND_DEPTH, values = (size_t)FM_SPAN_TOKENS * FM_ATTEND_COLUMNS;
+    return (size_t)rows * FM_SPAN_TOKENS + 4 * FM_ATTEND_PADDED(rows) + most(keys, values);
 }
 
 const fm_ops *fm_ops_for(const char *tier) {

@@ -12,8 +12,6 @@
 #include "model_api.h"
 
 #define FM_ATTEND_TOKENS 8   /* most tokens that share one conversion of a KV page in prefill */
-#define FM_SPAN_PAGES 2      /* pages whose softmax is merged as one: where one token's keys are split, finely enough
-                              * that a short context still occupies several threads */
 #define FM_EXPERT_TOKENS 64  /* tokens of an expert taken at once: what keeps its intermediate in cache */
 #define FM_TILE_ROWS 256     /* most rows of a product taken at once */
 #define FM_SPARE_FLOATS (FM_EXPERT_TOKENS * FM_TILE_ROWS)
@@ -91,6 +89,7 @@ static inline float *fm_worker_spare(const fm_engine *e, int worker) {
 
 static inline int fm_blocks(int count, int size) { return (count + size - 1) / size; }
 static inline int fm_least(int a, int b) { return a < b ? a : b; }
+static inline int fm_most(int a, int b) { return a > b ? a : b; }
 
 static inline int fm_channels(const fm_model_spec *s) {
     return 2 * s->key_heads * s->key_dim + s->value_heads * s->value_dim;

@@ -6,24 +6,24 @@
  * is the reference; others differ by rounding order, fused multiply-add and exp (vec_exp.h, under 2 ulp).
  */
 
-/* Query rows against one KV page; `limit[r]` of its keys (0..64, its first ones) are visible to row r. The running
- * softmax of row r is (maximum[r], sum[r], acc[r]): output so far = acc / sum. */
+/* Query rows against one span of two KV pages; `limit[r]` of its keys (0..128, its first ones) are visible to row r.
+ * The softmax of the span is merged into row r's running one (maximum[r], sum[r], acc[r]), as attend_merge does:
+ * output so far = acc / sum. */
 typedef struct {
     int rows, head_dim;
-    int half;                /* key and value hold IEEE halves instead of floats */
-    const float *query;      /* [rows][head_dim], scaled */
-    const void *key, *value; /* [64][head_dim] */
-    const void *next_key, *next_value; /* what the next call will read, fetched by the way: */
-    int next_lines;          /* so many cache lines of each, or 0 */
-    const int *limit;        /* [rows] */
-    float *score;            /* scratch [rows][64] */
-    float *wide;             /* scratch of halves, fm_attend_wide floats */
-    float *maximum, *sum;    /* [rows] */
-    float *acc;              /* [rows][head_dim] */
+    int half;                      /* keys and values are IEEE halves instead of floats */
+    const float *query;            /* [rows][head_dim], scaled */
+    const void *key[2], *value[2]; /* pages [64][head_dim]; what lies behind the last visible key may be anything */
+    const void *next_key[2], *next_value[2]; /* what the next call will read, fetched by the way: */
+    int next_lines[2];             /* so many cache lines of each, or 0 */
+    const int *limit;              /* [rows] */
+    float *maximum, *sum;          /* [rows] */
+    float *acc;                    /* [rows][head_dim] */
+    float *scratch;                /* fm_attend_scratch floats */
 } fm_attend_args;
 
-/* Floats of fm_attend_args.wide. */
-size_t fm_attend_wide(int head_dim);
+/* Floats of fm_attend_args.scratch. */
+size_t fm_attend_scratch(int rows);
 
 /* One value head over `tokens` (1..64) tokens; q, k, v and out have row strides, S is [key_dim][value_dim]. */
 typedef struct {

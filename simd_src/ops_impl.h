@@ -14,12 +14,18 @@
 
 #define LINE 64
 
-/* Memory that is wanted soon and lies far away; `next` below may be NULL. A line of it is fetched with every step of a
- * tile: many at once would take all line buffers, and the tile's own loads would wait for memory. */
+/* Memory that is wanted soon and lies far away; `next` below may be NULL. Its lines are fetched one at a time, most of
+ * them with the steps of a tile: many at once would take all line buffers, and our own loads would wait for memory. */
 typedef struct {
     const char *at;
     int lines;
 } ahead;
+
+INLINE void fetch(ahead *next, int most) {
+    const int lines = next->lines < most ? next->lines : most;
+    for (int i = 0; i < lines; i++) __builtin_prefetch(next->at + (size_t)i * LINE, 0, 2);
+    next->at += (size_t)lines * LINE, next->lines -= lines;
+}
 
 INLINE int fetched_steps(int steps, const ahead *next) {
     return !next ? 0 : next->lines < steps ? next->lines : steps;
@@ -35,12 +41,17 @@ INLINE void nn_step(const int rows, const int vecs, const float *a, size_t a_row
     }
 }
 
-/* c[m][n] += sum_k a[m * a_row + k * a_col] b[k][n], a tile of `rows` x `vecs` registers. */
+/* How sums are merged into c: c[m] keep[m] + sum take[m]. NULL: they are added to it, c being where they start. */
+typedef struct {
+    const float *keep, *take; /* [rows] */
+} nn_merge;
+
+/* c[m][n] <- sum_k a[m * a_row + k * a_col] b[k][n], added or merged, a tile of `rows` x `vecs` registers. */
 INLINE void nn_tile(const int rows, const int vecs, int depth, const float *a, size_t a_row, size_t a_col,
-                    const float *b, size_t ldb, float *c, size_t ldc, ahead *next) {
+                    const float *b, size_t ldb, float *c, size_t ldc, const nn_merge *merge, int m0, ahead *next) {
     vf acc[NN_ROWS][NN_VECS];
     UNROLL for (int m = 0; m < rows; m++) {
-        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = vload(c + m * ldc + n * VW);
+        UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = merge ? vset1(0.0f) : vload(c + m * ldc + n * VW);
     }
     const int fetched = fetched_steps(depth, next);
     int k = 0;
@@ -51,29 +62,35 @@ INLINE void nn_tile(const int rows, const int vecs, int depth, const float *a, s
     for (; k < depth; k++, a += a_col, b += ldb) nn_step(rows, vecs, a, a_row, b, acc);
     if (next) next->at += (size_t)fetched * LINE, next->lines -= fetched;
     UNROLL for (int m = 0; m < rows; m++) {
-        UNROLL for (int n = 0; n < vecs; n++) vstore(c + m * ldc + n * VW, acc[m][n]);
+        UNROLL for (int n = 0; n < vecs; n++) {
+            float *to = c + m * ldc + n * VW;
+            if (merge)
+                acc[m][n] = vfma(vset1(merge->keep[m0 + m]), vload(to), vmul(vset1(merge->take[m0 + m]), acc[m][n]));
+            vstore(to, acc[m][n]);
+        }
     }
 }
 
 INLINE void nn_columns(const int vecs, int rows, int depth, const float *a, size_t a_row, size_t a_col, const float *b,
-                       size_t ldb, float *c, size_t ldc, ahead *next) {
+                       size_t ldb, float *c, size_t ldc, const nn_merge *merge, ahead *next) {
     int m = 0;
     for (; m + NN_ROWS <= rows; m += NN_ROWS)
-        nn_tile(NN_ROWS, vecs, depth, a + m * a_row, a_row, a_col, b, ldb, c + m * ldc, ldc, next);
-    for (; m < rows; m++) nn_tile(1, vecs, depth, a + m * a_row, a_row, a_col, b, ldb, c + m * ldc, ldc, next);
+        nn_tile(NN_ROWS, vecs, depth, a + m * a_row, a_row, a_col, b, ldb, c + m * ldc, ldc, merge, m, next);
+    for (; m < rows; m++)
+        nn_tile(1, vecs, depth, a + m * a_row, a_row, a_col, b, ldb, c + m * ldc, ldc, merge, m, next);
 }
 
 INLINE void nn_product(int rows, int cols, int depth, const float *a, size_t a_row, size_t a_col, const float *b,
-                       size_t ldb, float *c, size_t ldc, ahead *next) {
+                       size_t ldb, float *c, size_t ldc, const nn_merge *merge, ahead *next) {
     int n = 0;
     for (; n + NN_VECS * VW <= cols; n += NN_VECS * VW)
-        nn_columns(NN_VECS, rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, next);
-    for (; n < cols; n += VW) nn_columns(1, rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, next);
+        nn_columns(NN_VECS, rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, merge, next);
+    for (; n < cols; n += VW) nn_columns(1, rows, depth, a, a_row, a_col, b + n, ldb, c + n, ldc, merge, next);
 }
 
 static void gemm_nn(int rows, int cols, int depth, const float *a, size_t a_row, size_t a_col, const float *b,
                     size_t ldb, float *c, size_t ldc) {
-    nn_product(rows, cols, depth, a, a_row, a_col, b, ldb, c, ldc, NULL);
+    nn_product(rows, cols, depth, a, a_row, a_col, b, ldb, c, ldc, NULL, NULL);
 }
 
 INLINE void nt_step(const int rows, const int cols, const float *a, size_t lda, const float *b, size_t ldb,
@@ -88,19 +105,12 @@ INLINE void nt_step(const int rows, const int cols, const float *a, size_t lda, 
 
 /* c[m][n] = dot(a[m], b[n]), a tile of `rows` x `cols` dot products. */
 INLINE void nt_tile(const int rows, const int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb,
-                    float *c, size_t ldc, ahead *next) {
+                    float *c, size_t ldc) {
     vf acc[NT_ROWS][NT_COLS];
     UNROLL for (int m = 0; m < rows; m++) {
         UNROLL for (int n = 0; n < NT_COLS; n++) acc[m][n] = vset1(0.0f);
     }
-    const int fetched = fetched_steps(depth / VW, next);
-    int k = 0;
-    for (; k < fetched; k++) {
-        __builtin_prefetch(next->at + (size_t)k * LINE, 0, 2);
-        nt_step(rows, cols, a + k * VW, lda, b + k * VW, ldb, acc);
-    }
-    for (; k < depth / VW; k++) nt_step(rows, cols, a + k * VW, lda, b + k * VW, ldb, acc);
-    if (next) next->at += (size_t)fetched * LINE, next->lines -= fetched;
+    for (int k = 0; k < depth; k += VW) nt_step(rows, cols, a + k, lda, b + k, ldb, acc);
     UNROLL for (int m = 0; m < rows; m++) {
         float sums[NT_COLS];
         vsum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3], cols == NT_COLS ? c + m * ldc : sums);
@@ -109,24 +119,19 @@ INLINE void nt_tile(const int rows, const int cols, int depth, const float *a, s
 }
 
 INLINE void nt_row(const int rows, int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb,
-                   float *c, size_t ldc, ahead *next) {
+                   float *c, size_t ldc) {
     int n = 0;
     for (; n + NT_COLS <= cols; n += NT_COLS)
-        nt_tile(rows, NT_COLS, depth, a, lda, b + n * ldb, ldb, c + n, ldc, next);
-    for (; n < cols; n++) nt_tile(rows, 1, depth, a, lda, b + n * ldb, ldb, c + n, ldc, next);
-}
-
-INLINE void nt_product(int rows, int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb, float *c,
-                       size_t ldc, ahead *next) {
-    int m = 0;
-    for (; m + NT_ROWS <= rows; m += NT_ROWS)
-        nt_row(NT_ROWS, cols, depth, a + m * lda, lda, b, ldb, c + m * ldc, ldc, next);
-    for (; m < rows; m++) nt_row(1, cols, depth, a + m * lda, lda, b, ldb, c + m * ldc, ldc, next);
+        nt_tile(rows, NT_COLS, depth, a, lda, b + n * ldb, ldb, c + n, ldc);
+    for (; n < cols; n++) nt_tile(rows, 1, depth, a, lda, b + n * ldb, ldb, c + n, ldc);
 }
 
 static void gemm_nt(int rows, int cols, int depth, const float *a, size_t lda, const float *b, size_t ldb, float *c,
                     size_t ldc) {
-    nt_product(rows, cols, depth, a, lda, b, ldb, c, ldc, NULL);
+    int m = 0;
+    for (; m + NT_ROWS <= rows; m += NT_ROWS)
+        nt_row(NT_ROWS, cols, depth, a + m * lda, lda, b, ldb, c + m * ldc, ldc);
+    for (; m < rows; m++) nt_row(1, cols, depth, a + m * lda, lda, b, ldb, c + m * ldc, ldc);
 }
 
 /* ---- element-wise --------------------------------------------------------------------------------------------- */
@@ -216,64 +221,119 @@ INLINE float exp_one(float x) {
 
 /* ---- attention ------------------------------------------------------------------------------------------------ */
 
-/* Scores of one row become probabilities relative to the row's new maximum; all 64 are summed, hidden ones as 0, so
- * that the order of the sum is always the same. */
-static void soften_row(float *score, int limit, float *maximum, float *sum, float *acc, int head_dim) {
-    for (int j = limit; j < FM_PAGE_TOKENS; j++) score[j] = -INFINITY;
+/* Scores of one row become probabilities relative to their maximum, which is returned with their sum; hidden ones
+ * become 0. `padded` scores are looked at: any more would add zeros to the sum, which change nothing. */
+static float soften_row(float *score, int limit, int padded, float *sum) {
+    for (int j = limit; j < padded; j++) score[j] = -INFINITY;
     vf top = vload(score);
-    for (int j = VW; j < FM_PAGE_TOKENS; j += VW) top = vmax(top, vload(score + j));
-    const float page_max = vhmax(top), new_max = page_max > *maximum ? page_max : *maximum;
-    const float fade = exp_one(*maximum - new_max);
-    const vf shift = vset1(new_max);
+    for (int j = VW; j < padded; j += VW) top = vmax(top, vload(score + j));
+    const float maximum = vhmax(top);
+    const vf shift = vset1(maximum);
     vf total = vset1(0.0f);
-    for (int j = 0; j < FM_PAGE_TOKENS; j += VW) {
+    for (int j = 0; j < padded; j += VW) {
         const vf p = vexp(vsub(vload(score + j), shift));
         vstore(score + j, p);
         total = vadd(total, p);
     }
-    *sum = *sum * fade + vsum(total);
-    *maximum = new_max;
-    if (fade != 1.0f) scale_to(fade, acc, head_dim, acc);
+    *sum = vsum(total);
+    return maximum;
 }
 
-/* Rows first.. of `count` rows of a page's keys or values, columns col.. of `cols`, as floats `*ld` apart: in place if
- * they are floats, else widened into `buffer`. */
-INLINE const float *page_part(const fm_attend_args *a, const void *page, int first, int count, int col, int cols,
-                              float *buffer, size_t *ld) {
-    const size_t at = (size_t)first * a->head_dim + col;
-    *ld = (size_t)(a->half ? cols : a->head_dim);
-    if (!a->half) return (const float *)page + at;
-    const uint16_t *from = (const uint16_t *)page + at;
-    for (int row = 0; row < count; row++, from += a->head_dim)
-        for (int i = 0; i < cols; i += HALF_LANES) vwiden_half(from + i, buffer + (size_t)row * cols + i);
-    return buffer;
+/* Merges the span's sums as attend_merge does, all rows at once; keep and take are what acc is still to be merged by. A
+ * row that sees nothing keeps what it has. */
+static void merge_sums(const fm_attend_args *a, const float *maximum, const float *sum, float *keep, float *take) {
+    for (int r = 0; r < a->rows; r++) {
+        const int sees = a->limit[r] > 0;
+        const float before = a->maximum[r], after = sees && maximum[r] > before ? maximum[r] : before;
+        keep[r] = sees ? before - after : 0.0f;
+        take[r] = sees ? maximum[r] - after : -INFINITY;
+        a->maximum[r] = after;
+    }
+    exp_all(keep, (int)FM_ATTEND_PADDED(a->rows), keep);
+    exp_all(take, (int)FM_ATTEND_PADDED(a->rows), take);
+    for (int r = 0; r < a->rows; r++)
+        if (a->limit[r] > 0) a->sum[r] = a->sum[r] * keep[r] + sum[r] * take[r];
 }
 
-/* Keys are taken some at a time, values some columns at a time, so that what is widened stays in first-level cache for
- * all rows; the next page comes from far away meanwhile. */
+/* Dimensions first.. of `depth` of the keys of one page, as floats, transposed: [depth][64]. */
+INLINE void load_keys(const fm_attend_args *a, const void *page, int keys, int first, int depth, float *to,
+                      ahead *next) {
+    if (!a->half) {
+        const float *from = (const float *)page + first;
+        for (int j = 0; j < keys; j++, from += a->head_dim)
+            for (int i = 0; i < depth; i++) to[i * FM_PAGE_TOKENS + j] = from[i];
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)page + first;
+    for (int j = 0; j < keys; j += TURN, from += (size_t)TURN * a->head_dim, to += TURN)
+        for (int i = 0; i < depth; i += TURN) {
+            vturn_half(from + i, a->head_dim, to + i * FM_PAGE_TOKENS, FM_PAGE_TOKENS);
+            if (i % 16 == 0) fetch(next, TURN / 8);
+        }
+}
+
+/* Columns first.. of `cols` of the values of one page, as floats: [keys][cols]. */
+INLINE void load_values(const fm_attend_args *a, const void *page, int keys, int first, int cols, float *to,
+                        ahead *next) {
+    if (!a->half) {
+        const float *from = (const float *)page + first;
+        for (int j = 0; j < keys; j++, from += a->head_dim, to += cols) memcpy(to, from, (size_t)cols * sizeof(float));
+        return;
+    }
+    const uint16_t *from = (const uint16_t *)page + first;
+    for (int j = 0; j < keys; j++, from += a->head_dim, to += cols) {
+        for (int i = 0; i < cols; i += HALF_LANES) vwiden_half(from + i, to + i);
+        fetch(next, j % 2);
+    }
+}
+
+INLINE int keys_of_page(int keys, int page) {
+    keys -= page * FM_PAGE_TOKENS;
+    return keys < 0 ? 0 : keys < FM_PAGE_TOKENS ? keys : FM_PAGE_TOKENS;
+}
+
+/* Both products find the keys' side in first-level cache for all rows, widened once: keys some dimensions at a time and
+ * transposed, so that no sum crosses lanes; values some columns at a time. The next span comes from far away meanwhile:
+ * most of it with the steps of the tiles, the rest while halves are widened. */
 static void attend(const fm_attend_args *a) {
     const int width = a->head_dim;
-    ahead next_key = {a->next_key, a->next_lines}, next_value = {a->next_value, a->next_lines};
     int keys = 0;
-    size_t ld;
     for (int r = 0; r < a->rows; r++) keys = a->limit[r] > keys ? a->limit[r] : keys;
     if (keys == 0) return;
-    for (int first = 0; first < keys; first += FM_ATTEND_KEYS) {
-        const int count = keys - first < FM_ATTEND_KEYS ? keys - first : FM_ATTEND_KEYS;
-        const float *key = page_part(a, a->key, first, count, 0, width, a->wide, &ld);
-        nt_product(a->rows, count, width, a->query, width, key, ld, a->score + first, FM_PAGE_TOKENS, &next_key);
+    const int padded_keys = (int)FM_ATTEND_PADDED(keys);
+    const size_t padded_rows = FM_ATTEND_PADDED(a->rows);
+    float *score = a->scratch, *maximum = score + (size_t)a->rows * FM_SPAN_TOKENS, *sum = maximum + padded_rows;
+    float *keep = sum + padded_rows, *take = keep + padded_rows, *wide = take + padded_rows;
+
+    for (int r = 0; r < a->rows; r++) memset(score + (size_t)r * FM_SPAN_TOKENS, 0, padded_keys * sizeof(float));
+    for (int page = 0; page < FM_SPAN_PAGES; page++) {
+        const int count = (int)FM_ATTEND_PADDED(keys_of_page(keys, page));
+        ahead next = {a->next_key[page], a->next_lines[page]};
+        for (int first = 0; count && first < width; first += FM_ATTEND_DEPTH) {
+            const int depth = width - first < FM_ATTEND_DEPTH ? width - first : FM_ATTEND_DEPTH;
+            load_keys(a, a->key[page], count, first, depth, wide, &next);
+            nn_product(a->rows, count, depth, a->query + first, width, 1, wide, FM_PAGE_TOKENS,
+                       score + page * FM_PAGE_TOKENS, FM_SPAN_TOKENS, NULL, &next);
+        }
     }
     for (int r = 0; r < a->rows; r++) {
-        float *score = a->score + r * FM_PAGE_TOKENS;
+        float *row = score + (size_t)r * FM_SPAN_TOKENS;
         if (a->limit[r] > 0)
-            soften_row(score, a->limit[r], a->maximum + r, a->sum + r, a->acc + (size_t)r * width, width);
+            maximum[r] = soften_row(row, a->limit[r], padded_keys, sum + r);
         else
-            memset(score, 0, FM_PAGE_TOKENS * sizeof(float));
+            memset(row, 0, padded_keys * sizeof(float));
     }
+    merge_sums(a, maximum, sum, keep, take);
+    const nn_merge merge = {keep, take};
+    ahead next[FM_SPAN_PAGES];
+    for (int page = 0; page < FM_SPAN_PAGES; page++) next[page] = (ahead){a->next_value[page], a->next_lines[page]};
     for (int col = 0; col < width; col += FM_ATTEND_COLUMNS) {
         const int cols = width - col < FM_ATTEND_COLUMNS ? width - col : FM_ATTEND_COLUMNS;
-        const float *value = page_part(a, a->value, 0, keys, col, cols, a->wide, &ld);
-        nn_product(a->rows, cols, keys, a->score, FM_PAGE_TOKENS, 1, value, ld, a->acc + col, width, &next_value);
+        ahead *now = next[0].lines > 0 ? next : next + 1;
+        for (int page = 0; page < FM_SPAN_PAGES; page++)
+            load_values(a, a->value[page], keys_of_page(keys, page), col, cols, wide + page * FM_PAGE_TOKENS * cols,
+                        now);
+        nn_product(a->rows, cols, keys, score, FM_SPAN_TOKENS, 1, wide, cols, a->acc + col, width, &merge, now);
     }
 }
 

@@ -52,8 +52,9 @@ static inline vf vround(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_
 static inline vf vzero_below(vf a, vf x, vf limit) { return _mm256_and_ps(a, _mm256_cmp_ps(x, limit, _CMP_GE_OQ)); }
 
 #define HALF_LANES 8
+static inline void vstore_widened(__m128i half, float *y) { vstore(y, _mm256_cvtph_ps(half)); }
 static inline void vwiden_half(const uint16_t *p, float *y) {
-    vstore(y, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+    vstore_widened(_mm_loadu_si128((const __m128i *)p), y);
 }
 
 static inline void vstore_half(uint16_t *p, vf a) {
@@ -62,5 +63,6 @@ static inline void vstore_half(uint16_t *p, vf a) {
 }
 
 #include "vec_exp.h"
+#include "vec_turn.h"
 
 #endif

@@ -3,6 +3,7 @@
 #define FERMION_VEC_AVX512_H
 
 #include <immintrin.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #define VW 16
@@ -43,6 +44,31 @@ static inline vf vzero_below(vf a, vf x, vf limit) {
 #define HALF_LANES 16
 static inline void vwiden_half(const uint16_t *p, float *y) {
     vstore(y, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)));
+}
+
+/* 16 x 16 halves, rows ld apart, to floats, transposed, rows ldy apart. Rows i and i + 8 share a register; three rounds
+ * of interleaving leave columns c and c + 8 in register c. */
+#define TURN 16
+static inline void vturn_half(const uint16_t *p, size_t ld, float *y, size_t ldy) {
+    __m512i x[8], z[8];
+    for (int i = 0; i < 8; i++) {
+        const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(p + i * ld)));
+        x[i] = _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i *)(p + (i + 8) * ld)), 1);
+    }
+#define INTERLEAVE(from, to)                                     \
+    for (int i = 0; i < 4; i++) {                                \
+        to[2 * i] = _mm512_unpacklo_epi16(from[i], from[i + 4]); \
+        to[2 * i + 1] = _mm512_unpackhi_epi16(from[i], from[i + 4]); \
+    }
+    INTERLEAVE(x, z)
+    INTERLEAVE(z, x)
+    INTERLEAVE(x, z)
+#undef INTERLEAVE
+    for (int c = 0; c < 8; c++) {
+        const __m512i columns = _mm512_shuffle_i64x2(z[c], z[c], _MM_SHUFFLE(3, 1, 2, 0));
+        vstore(y + c * ldy, _mm512_cvtph_ps(_mm512_castsi512_si256(columns)));
+        vstore(y + (c + 8) * ldy, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(columns, 1)));
+    }
 }
 
 static inline void vstore_half(uint16_t *p, vf a) {

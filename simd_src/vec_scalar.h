@@ -3,6 +3,7 @@
 #define FERMION_VEC_SCALAR_H
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -38,6 +39,12 @@ static inline void vwiden_half(const uint16_t *p, float *y) {
     memcpy(&bits, &value, 4);
     bits |= sign;
     memcpy(y, &bits, 4);
+}
+
+#define TURN 1
+static inline void vturn_half(const uint16_t *p, size_t ld, float *y, size_t ldy) {
+    (void)ld, (void)ldy; /* one element is its own transpose */
+    vwiden_half(p, y);
 }
 
 static inline void vstore_half(uint16_t *p, vf a) {

@@ -6,8 +6,8 @@
 #include <tmmintrin.h>
 
 #define VW 4
-#define NN_ROWS 4
-#define NN_VECS 2
+#define NN_ROWS 2
+#define NN_VECS 4
 #define NT_ROWS 2
 #define NT_COLS 4
 
@@ -52,8 +52,7 @@ static inline vf vzero_below(vf a, vf x, vf limit) { return _mm_and_ps(a, _mm_cm
  * of the float; the magnitude's lower bits the lower half. Subnormals (and 0) are rare and go another way: given 113,
  * they are 2^-14 too large. No float subnormal ever occurs, which would cost a hundred cycles. */
 #define HALF_LANES 8
-static inline void vwiden_half(const uint16_t *p, float *y) {
-    const __m128i half = _mm_loadu_si128((const __m128i *)p);
+static inline void vstore_widened(__m128i half, float *y) {
     const __m128i magnitude = _mm_and_si128(half, _mm_set1_epi16(0x7fff));
     const __m128i sign = _mm_xor_si128(half, magnitude), lower = _mm_slli_epi16(magnitude, 13);
     const __m128i small = _mm_cmpgt_epi16(_mm_set1_epi16(0x400), magnitude);
@@ -75,6 +74,9 @@ static inline void vwiden_half(const uint16_t *p, float *y) {
     _mm_storeu_ps(y, first);
     _mm_storeu_ps(y + 4, second);
 }
+static inline void vwiden_half(const uint16_t *p, float *y) {
+    vstore_widened(_mm_loadu_si128((const __m128i *)p), y);
+}
 
 static inline void vstore_half(uint16_t *p, vf a) {
     const __m128 sign_bit = _mm_set1_ps(-0.0f);
@@ -88,5 +90,6 @@ static inline void vstore_half(uint16_t *p, vf a) {
 }
 
 #include "vec_exp.h"
+#include "vec_turn.h"
 
 #endif

@@ -185,14 +185,25 @@ def test_delta_rule(tier: str, form: str, key_dim: int, value_dim: int, tokens: 
     assert got == pytest.approx(final, abs=1e-5 * np.abs(final).max())
 
 
+PAGE, SPAN = 64, 128
+
+
+def span_pages(rows: Floats | Halves) -> list[Floats | Halves]:
+    """The rows in two pages, what they leave free set to NaN."""
+    filled = np.full((SPAN, rows.shape[1]), np.nan, rows.dtype)
+    filled[: len(rows)] = rows
+    return [np.ascontiguousarray(filled[:PAGE]), np.ascontiguousarray(filled[PAGE:])]
+
+
 class Attention:
-    """Running softmax of some query rows, fed page by page."""
+    """Running softmax of some query rows, fed span by span."""
 
     def __init__(self, tier: str, query: Floats) -> None:
         rows, width = query.shape
         self.ops, self.query = table(tier), np.ascontiguousarray(query)
         self.maximum, self.sum = np.full(rows, -np.inf, np.float32), np.zeros(rows, np.float32)
-        self.acc, self.score = np.zeros((rows, width), np.float32), np.full((rows, 64), np.nan, np.float32)
+        self.acc = np.zeros((rows, width), np.float32)
+        self.scratch = np.full(lib.fm_attend_scratch(rows), np.nan, np.float32)
 
     def feed(
         self,
@@ -201,17 +212,21 @@ class Attention:
         limit: npt.NDArray[np.int32],
         following: tuple[Halves, Halves] | None = None,
     ) -> None:
-        key, value = np.ascontiguousarray(key), np.ascontiguousarray(value)
-        next_key, next_value = (key, value) if following is None else following
-        wide = np.full(lib.fm_attend_wide(self.query.shape[1]), np.nan, np.float32)
+        """`key` and `value`: up to SPAN rows; pages are filled up with what must not matter."""
+        pages, following_pages = (span_pages(x) for x in (key, value)), ((), ())
+        keys, values = pages
+        if following is not None:
+            following_pages = tuple(span_pages(x) for x in following)
         arguments = ffi.new(
             "fm_attend_args *",
             {
                 "rows": self.query.shape[0], "head_dim": self.query.shape[1], "query": pointer(self.query),
-                "half": key.dtype == np.float16, "key": pointer(key), "value": pointer(value), "wide": pointer(wide),
-                "next_key": pointer(next_key), "next_value": pointer(next_value),
-                "next_lines": 0 if following is None else next_key.nbytes // 64,
-                "limit": pointer(limit), "score": pointer(self.score),
+                "half": key.dtype == np.float16,
+                "key": [pointer(p) for p in keys], "value": [pointer(p) for p in values],
+                "next_key": [pointer(p) for p in following_pages[0]],
+                "next_value": [pointer(p) for p in following_pages[1]],
+                "next_lines": [p.nbytes // 64 for p in following_pages[0]],
+                "limit": pointer(limit), "scratch": pointer(self.scratch),
                 "maximum": pointer(self.maximum), "sum": pointer(self.sum), "acc": pointer(self.acc),
             },
         )  # fmt: skip
@@ -221,14 +236,14 @@ class Attention:
 @tiers
 @pytest.mark.parametrize("rows", [1, 3, 8, 13])
 @pytest.mark.parametrize("width", [16, 48, 256])
-def test_attention_over_pages(tier: str, rows: int, width: int) -> None:
-    keys, values = random(192, width, seed=11), random(192, width, seed=12)
+def test_attention_over_spans(tier: str, rows: int, width: int) -> None:
+    keys, values = random(300, width, seed=11), random(300, width, seed=12)
     query = random(rows, width, seed=13) / np.float32(np.sqrt(width))
-    visible = np.linspace(1, 192, rows).astype(np.int32)
+    visible = np.linspace(1, 300, rows).astype(np.int32)
     attention = Attention(tier, query)
-    for page in range(3):
-        limit = np.clip(visible - 64 * page, 0, 64).astype(np.int32)
-        attention.feed(keys[64 * page : 64 * page + 64], values[64 * page : 64 * page + 64], limit)
+    for first in range(0, 300, SPAN):
+        limit = np.clip(visible - first, 0, SPAN).astype(np.int32)
+        attention.feed(keys[first : first + SPAN], values[first : first + SPAN], limit)
     for r in range(rows):
         score = keys[: visible[r]].astype(np.float64) @ query[r]
         p = np.exp(score - score.max())
@@ -236,17 +251,18 @@ def test_attention_over_pages(tier: str, rows: int, width: int) -> None:
 
 
 @tiers
-@pytest.mark.parametrize("width", [16, 48, 80, 256])
+@pytest.mark.parametrize("width", [16, 48, 80, 144, 256])
 def test_attention_over_halves_has_the_bits_of_floats(tier: str, width: int) -> None:
-    """They are widened part by part, and the next page is fetched meanwhile: neither changes a bit."""
-    keys, values = (random(128, width, seed=s).astype(np.float16) for s in (21, 22))
-    query, limit = random(13, width, seed=23), np.array([64, 1, 17, 63, 0, 16, 33, 48, 64, 2, 15, 31, 40], np.int32)
+    """They are widened part by part, and the next span is fetched meanwhile: neither changes a bit."""
+    keys, values = (random(2 * SPAN, width, seed=s).astype(np.float16) for s in (21, 22))
+    limit = np.array([128, 1, 17, 63, 0, 64, 65, 97, 128, 2, 15, 31, 40], np.int32)
+    query = random(13, width, seed=23)
     floats, halves = Attention(tier, query), Attention(tier, query)
-    floats.feed(keys[:64].astype(np.float32), values[:64].astype(np.float32), limit)
-    halves.feed(keys[:64], values[:64], limit, (keys[64:], values[64:]))
+    floats.feed(keys[:SPAN].astype(np.float32), values[:SPAN].astype(np.float32), limit)
+    halves.feed(keys[:SPAN], values[:SPAN], limit, (keys[SPAN:], values[SPAN:]))
     assert halves.acc.tobytes() == floats.acc.tobytes()
     assert halves.sum.tobytes() == floats.sum.tobytes()
-    for r in (0, 2, 12):
+    for r in (0, 2, 6, 12):
         alone = Attention(tier, query[r : r + 1])
         alone.feed(keys[: limit[r]], values[: limit[r]], limit[r : r + 1])
         assert alone.acc.tobytes() == halves.acc[r].tobytes()
@@ -254,8 +270,8 @@ def test_attention_over_halves_has_the_bits_of_floats(tier: str, width: int) -> 
 
 @tiers
 def test_attention_row_does_not_see_its_neighbours(tier: str) -> None:
-    keys, values, query = random(64, 48, seed=14), random(64, 48, seed=15), random(5, 48, seed=16)
-    limit = np.array([1, 64, 0, 17, 33], np.int32)
+    keys, values, query = random(SPAN, 48, seed=14), random(SPAN, 48, seed=15), random(5, 48, seed=16)
+    limit = np.array([1, 128, 0, 17, 97], np.int32)
     together = Attention(tier, query)
     together.feed(keys, values, limit)
     for r in (0, 1, 3, 4):
@@ -268,16 +284,18 @@ def test_attention_row_does_not_see_its_neighbours(tier: str) -> None:
 
 
 @tiers
-def test_merging_spans_equals_one_run(tier: str) -> None:
-    keys, values, query = random(128, 32, seed=17, scale=3.0), random(128, 32, seed=18), random(1, 32, seed=19)
-    full = np.array([64], np.int32)
+def test_spans_merged_afterwards_have_the_bits_of_one_run(tier: str) -> None:
+    keys, values, query = random(200, 32, seed=17, scale=3.0), random(200, 32, seed=18), random(1, 32, seed=19)
     whole, first, second = Attention(tier, query), Attention(tier, query), Attention(tier, query)
-    for part, page in ((whole, 0), (whole, 1), (first, 0), (second, 1)):
-        part.feed(keys[64 * page : 64 * page + 64], values[64 * page : 64 * page + 64], full)
+    for part, begin in ((whole, 0), (whole, SPAN), (first, 0), (second, SPAN)):
+        span = slice(begin, begin + SPAN)
+        part.feed(keys[span], values[span], np.array([min(200 - begin, SPAN)], np.int32))
     table(tier).attend_merge(
         *(pointer(first.maximum), pointer(first.sum), pointer(first.acc)),
         *(float(second.maximum[0]), float(second.sum[0]), pointer(second.acc), 32),
     )
+    assert first.acc.tobytes() == whole.acc.tobytes()
+    assert (first.sum[0], first.maximum[0]) == (whole.sum[0], whole.maximum[0])
     gate, got = random(32, seed=20), np.empty(32, np.float32)
     table(tier).attend_finish(pointer(first.acc), float(first.sum[0]), pointer(gate), 32, pointer(got))
     expected = whole.acc[0] / whole.sum[0] / (1 + np.exp(-gate.astype(np.float64)))
