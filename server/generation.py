@@ -11,6 +11,7 @@ from typing import Any
 from engine.core import GenerationRequest
 from engine.image import Picture
 from engine.tokenizer import Tokenizer
+from server.call_grammar import Function
 from server.constraint import AnswerConstraint
 from server.errors import invalid, unsupported
 from server.grammar import Grammar, GrammarCompiler
@@ -129,22 +130,19 @@ class ChoiceBuilder:
         tools = callable_tools(request)
         forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedToolChoice)
         output = _output_constraint(request)
+        parallel = request.parallel_tool_calls is not False
         if forced:
             if output is not None:
                 raise invalid("A forced tool call cannot be combined with an output format.", "tool_choice")
-            return self._grammars.tool_calls(_schemas(tools), parallel=request.parallel_tool_calls is not False)
+            return self._grammars.tool_calls(_functions(tools, forced=True), parallel=parallel)
         if output is None:
             if any(tool.function.strict for tool in tools.values()):
-                return self._grammars.tool_calls(
-                    _schemas(tools), parallel=request.parallel_tool_calls is not False, or_text=True
-                )
+                return self._grammars.tool_calls(_functions(tools), parallel=parallel, or_text=True)
             return None
         param, kind, value = output
         if kind == "json":
             if tools:
-                return self._grammars.tool_calls(
-                    _schemas(tools), parallel=request.parallel_tool_calls is not False, or_json=value
-                )
+                return self._grammars.tool_calls(_functions(tools), parallel=parallel, or_json=value)
             return self._grammars.json_value(value, param)
         if tools:
             raise unsupported(param, "It cannot be combined with tools.")
@@ -185,8 +183,12 @@ def callable_tools(request: ChatCompletionRequest) -> dict[str, Tool]:
     return tools
 
 
-def _schemas(tools: Mapping[str, Tool]) -> dict[str, dict[str, Any] | None]:
-    return {name: tool.function.parameters for name, tool in tools.items()}
+def _functions(tools: Mapping[str, Tool], *, forced: bool = False) -> list[Function]:
+    """What may be called. Calls that are forced are bound to their schemas, others only if the function says so."""
+    return [
+        Function(name, tool.function.parameters, bound=forced or bool(tool.function.strict))
+        for name, tool in tools.items()
+    ]
 
 
 def _tool_parser(request: ChatCompletionRequest) -> ToolCallParser | None:

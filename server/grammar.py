@@ -1,12 +1,13 @@
 """Structured output: JSON schemas, regular expressions, choices and forced tool calls as grammars over tokens.
 
 Owns the translation to llguidance's grammars and nothing of when they apply. What the library cannot do is refused
-with a 400 that repeats its reason, which names the keyword.
+with a 400 that repeats its reason, which names the keyword. The rules of tool calls are in `server.call_grammar`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,11 +17,12 @@ import numpy as np
 
 from engine.core import BoolArray
 from engine.errors import RequestError
+from server import call_grammar
+from server.call_grammar import Function, UnboundError, lark_string
 from server.errors import ApiError
-from server.toolcalls import parameter_types
 
-# One line, spaced as models learnt it from json.dumps: free whitespace invites endless line breaks.
-_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Raw text up to the closing tag; the tag itself belongs to the rule.
+_RAW_TEXT = 'raw_text[suffix="\\n</parameter>"]: /(?s:.*)/'
 
 
 class Grammar:
@@ -45,13 +47,13 @@ class GrammarMatcher:
         """Tokens that may come next, bool [vocab]. RequestError if the grammar became too complex to follow."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise RequestError(f"The grammar cannot be followed: {self._matcher.get_error()}", code="grammar_error")
+            raise _unfollowable(self._matcher)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def accept(self, token_id: int) -> None:
         """Take one token in; RequestError if the grammar does not allow it."""
         if not self._matcher.consume_token(token_id):
-            raise RequestError(f"The grammar cannot be followed: {self._matcher.get_error()}", code="grammar_error")
+            raise _unfollowable(self._matcher)
 
 
 class GrammarCompiler:
@@ -78,7 +80,11 @@ class GrammarCompiler:
 
     def json_value(self, schema: Mapping[str, Any], param: str) -> Grammar:
         """Exactly one JSON value that fits `schema`."""
-        return self._compile(llguidance.LLMatcher.grammar_from_json_schema(_schema_text(schema), _JSON_STYLE), param)
+        try:
+            text = json.dumps(call_grammar.plain_schema(schema), ensure_ascii=False)
+        except UnboundError as error:
+            raise _refusal(param, str(error)) from None
+        return self._compile(llguidance.LLMatcher.grammar_from_json_schema(text, call_grammar.JSON_STYLE), param)
 
     def regex(self, pattern: str, param: str) -> Grammar:
         """Text that matches `pattern` as a whole (Rust regex syntax)."""
@@ -90,17 +96,18 @@ class GrammarCompiler:
 
     def choice(self, options: Sequence[str], param: str) -> Grammar:
         """One of several texts."""
-        return self.lark(f"start: {' | '.join(map(_lark_string, options))}\n", param)
+        return self.lark(f"start: {' | '.join(map(lark_string, options))}\n", param)
 
     def tool_calls(
         self,
-        functions: Mapping[str, Mapping[str, Any] | None],
+        functions: Sequence[Function],
         *,
         parallel: bool,
         or_text: bool = False,
         or_json: Mapping[str, Any] | None = None,
     ) -> Grammar:
-        """Calls of `functions` with arguments that fit their schemas; text or JSON instead if that is allowed."""
+        """Calls of `functions`, of the bound ones with arguments that fit their schemas; text or JSON instead if that
+        is allowed."""
         calls = 'call ("\\n" call)*' if parallel else "call"
         start = calls
         rules = []
@@ -109,29 +116,46 @@ class GrammarCompiler:
             rules.append("prose: /(?s:.*)/")
         elif or_json is not None:
             start = f"{calls} | json_answer"
-            rules.append(f"json_answer: {_lark_json(or_json)}")
+            rules.append(f"json_answer: {_json_answer(or_json)}")
         names = [f"function_{index}" for index in range(len(functions))]
         lines = [
             f"start: {start}",
             f'call: {self._call_start} "\\n" ({" | ".join(names)}) "</function>\\n" {self._call_end}',
             *rules,
-            # Raw text up to the closing tag; the tag itself belongs to the rule.
-            'raw_text[suffix="\\n</parameter>"]: /(?s:.*)/',
+            _RAW_TEXT,
         ]
-        for rule, (name, schema) in zip(names, functions.items(), strict=True):
-            lines += _function_rules(rule, name, schema or {})
-        return self._compile(llguidance.LLMatcher.grammar_from_lark("\n".join(lines) + "\n"), "tools")
+        for rule, function in zip(names, functions, strict=True):
+            try:
+                lines += call_grammar.function_rules(rule, function)
+            except UnboundError as error:
+                raise call_grammar.refusal(function.name, str(error)) from None
+        tokenizer = self._loaded()
+        matcher = _matcher(tokenizer, llguidance.LLMatcher.grammar_from_lark("\n".join(lines) + "\n"))
+        if matcher.is_error():
+            raise self._culprit(functions, or_json) or _refusal("tools", _reason(matcher))
+        return Grammar(tokenizer, matcher)
+
+    def _culprit(self, functions: Sequence[Function], or_json: Mapping[str, Any] | None) -> ApiError | None:
+        """The refusal that names what made a grammar of calls fail, if one part of it does so alone."""
+        for function in functions:
+            for key, value in call_grammar.named_parameters(function) if function.bound else ():
+                lines = call_grammar.parameter_rules("start", function.schema or {}, key, value)
+                source = llguidance.LLMatcher.grammar_from_lark("\n".join([*lines, _RAW_TEXT]) + "\n")
+                matcher = _matcher(self._loaded(), source)
+                if matcher.is_error():
+                    return call_grammar.refusal(function.name, f"parameter '{key[:100]}': {_reason(matcher)}")
+        if or_json is not None:
+            try:
+                self.json_value(or_json, "response_format")
+            except ApiError as error:
+                return error
+        return None
 
     def _compile(self, source: str, param: str) -> Grammar:
         tokenizer = self._loaded()
-        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
+        matcher = _matcher(tokenizer, source)
         if matcher.is_error():
-            raise ApiError(
-                400,
-                f"'{param}' cannot be used to constrain the output: {_first_line(matcher.get_error())}",
-                code="unsupported_grammar",
-                param=param,
-            )
+            raise _refusal(param, _reason(matcher))
         return Grammar(tokenizer, matcher)
 
     def _loaded(self) -> llguidance.LLTokenizer:
@@ -142,47 +166,61 @@ class GrammarCompiler:
             return self._tokenizer
 
 
-def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """Grammar rules of one function: its parameters in the order of the schema, required ones obligatory."""
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    required = schema.get("required")
-    required = set(required) if isinstance(required, list) else set()
-    parts = [_lark_string(f"<function={name}>\n")]
-    rules: list[str] = []
-    for index, (key, value) in enumerate(properties.items()):
-        parameter = f"{rule}_{index}"
-        parts.append(parameter if key in required else f"{parameter}?")
-        opening = _lark_string(f"<parameter={key}>\n")
-        if "string" in parameter_types(schema, key):
-            options = value.get("enum") if isinstance(value, Mapping) else None
-            if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-                texts = " | ".join(_lark_string(f"{option}\n</parameter>\n") for option in options)
-                rules.append(f"{parameter}: {opening} ({texts})")
-            else:
-                rules.append(f'{parameter}: {opening} raw_text "\\n"')
-        else:
-            definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
-            rules.append(f'{parameter}: {opening} {_lark_json({**definitions, **value})} "\\n</parameter>\\n"')
-    return [f"{rule}: {' '.join(parts)}", *rules]
+def _matcher(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
+    """A matcher at its start, in error if `source` is no grammar or nothing fits it."""
+    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
+    if not matcher.is_error():
+        # Some grammars turn out to be empty, or too large, only when the first token is looked for.
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()
+        if probe.is_error():
+            return probe
+    return matcher
+
+
+def _json_answer(schema: Mapping[str, Any]) -> str:
+    try:
+        return call_grammar.json_grammar(call_grammar.plain_schema(schema))
+    except UnboundError as error:
+        raise _refusal("response_format", str(error)) from None
 
 
 def _lark_tokens(ids: Sequence[int]) -> str:
     return " ".join(f"<[{token}]>" for token in ids)
 
 
-def _lark_string(text: str) -> str:
-    """A quoted Lark string; its escapes are those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+def _refusal(param: str, reason: str) -> ApiError:
+    text = f"'{param}' cannot be used to constrain the output: {reason[:500]}."
+    return ApiError(400, text, code="unsupported_grammar", param=param)
 
 
-def _lark_json(schema: Mapping[str, Any]) -> str:
-    return f"%json {_schema_text({**schema, 'x-guidance': _JSON_STYLE})}"
+def _unfollowable(matcher: llguidance.LLMatcher) -> RequestError:
+    return RequestError(f"The grammar cannot be followed: {_reason(matcher)}.", code="grammar_error")
 
 
-def _schema_text(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False)
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """Why a matcher is in error, in one sentence of its own words, without its state and what only its callers know."""
+    text = matcher.get_error().split("\n<state>")[0].strip()
+    if "NoExtension" in text:
+        return "there is no text that fits it"
+    if "Too many items" in text or "fuel exhausted" in text or "too many expressions" in text:
+        return "it is too large, or repeats itself without an end"
+    # Regular expressions: the expression with a mark below, and what is wrong in the last line.
+    wrong = re.search(r"^error: (.*)", text, re.MULTILINE)
+    if wrong is not None and "regex parse error" in text:
+        expression = "".join(text[text.index("regex parse error") :].splitlines()[1:2]).strip()
+        return f"in the regular expression {_as_given(expression)}: {wrong[1]}"
+    line = text.splitlines()[0] if text else "unknown reason"
+    invalid = re.search(r'invalid regex "(.*)"(?: \(in regex\))?: (.*?)(?:; \w+)? in regex /', line)
+    if invalid is not None:
+        expression = _as_given(invalid[1].replace("\\\\", "\\"))
+        return f"in the regular expression {expression}: {invalid[2]}"
+    line = re.sub(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?", "", line)
+    if line.startswith("oneOf constraints"):
+        return "'oneOf' has alternatives that may both fit"
+    return line.rstrip(".")
 
 
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:500] if text.strip() else "unknown reason"
+def _as_given(expression: str) -> str:
+    """An expression of a request without what `call_grammar` puts around it."""
+    return re.sub(r"^\(\?:(?:\(\?s:\.\*\))?\(\?:(.*?)\)(?:\(\?s:\.\*\))?\)$", r"\1", expression)

@@ -37,7 +37,7 @@ _PARAMETER_HEAD = re.compile(r"<parameter=([^<>\n]+)>")
 _AFTER_VALUE = re.compile(r"\s*(?:<parameter=|</function>|</tool_call>)")
 _AFTER_VALUE_WORDS = (_PARAMETER, _FUNCTION_END, CALL_END)
 
-_ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +286,15 @@ def _overlap(text: str, word: str) -> int:
 def parameter_types(schema: Mapping[str, Any] | None, key: str) -> frozenset[str]:
     """JSON types that the schema of a function's parameters allows for parameter `key`."""
     if schema is None:
-        return _ALL_TYPES
+        return JSON_TYPES
     root = schema
-    properties = _resolve(schema, root).get("properties")
+    properties = resolve(schema, root).get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
-        return _ALL_TYPES
-    return _types(properties[key], root, depth=0)
+        return JSON_TYPES
+    return _types(properties[key], root, {})
 
 
-def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Follow local references (`#/$defs/name`); a broken one allows anything."""
     for _ in range(16):
         if not isinstance(schema, Mapping):
@@ -312,11 +312,13 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    if depth > 16:
-        return _ALL_TYPES
-    here = _resolve(schema, root)
-    allowed = _ALL_TYPES
+def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]]) -> frozenset[str]:
+    """JSON types that `schema` allows. known: results by identity: references make short schemas endlessly wide."""
+    here = resolve(schema, root)
+    if id(here) in known:
+        return known[id(here)]
+    # What refers to itself allows, by that, anything.
+    known[id(here)] = allowed = JSON_TYPES
     declared = here.get("type")
     if isinstance(declared, str):
         allowed = frozenset({declared})
@@ -325,19 +327,21 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     for word in ("anyOf", "oneOf"):
         branches = here.get(word)
         if isinstance(branches, Sequence) and not isinstance(branches, str) and branches:
-            allowed &= frozenset().union(*(_types(branch, root, depth + 1) for branch in branches))
-    for branch in here.get("allOf") or ():
-        allowed &= _types(branch, root, depth + 1)
+            allowed &= frozenset().union(*(_types(branch, root, known) for branch in branches))
+    parts = here.get("allOf")
+    for branch in parts if isinstance(parts, list) else ():
+        allowed &= _types(branch, root, known)
     if isinstance(values := here.get("enum"), Sequence) and not isinstance(values, str):
-        allowed &= frozenset().union(*(_type_of(value) for value in values))
+        allowed &= frozenset().union(*(json_types(value) for value in values))
     elif "const" in here:
-        allowed &= _type_of(here["const"])
+        allowed &= json_types(here["const"])
     if here.get("nullable") is True:
         allowed |= {"null"}
-    return allowed or _ALL_TYPES
+    known[id(here)] = allowed or JSON_TYPES
+    return known[id(here)]
 
 
-def _type_of(value: Any) -> frozenset[str]:
+def json_types(value: Any) -> frozenset[str]:
     """The JSON types that describe a value; an integer is a number too."""
     if value is None:
         return frozenset({"null"})
@@ -374,7 +378,7 @@ def typed_value(text: str, schema: Mapping[str, Any] | None, key: str) -> Any:
     if isinstance(value, str):
         # JSON quotes around a string are part of a raw string, unless only an enumeration of strings can be meant.
         return text if "string" in allowed else value
-    if not _type_of(value) & allowed:
+    if not json_types(value) & allowed:
         return text
     if isinstance(value, float) and value.is_integer() and "integer" in allowed and "number" not in allowed:
         return int(value)

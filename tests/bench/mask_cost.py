@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import pre_tokenizers
 
+from server.call_grammar import Function
 from server.grammar import Grammar, GrammarCompiler
 
 WALKS = 5
@@ -110,8 +111,12 @@ def main() -> None:
     started = time.perf_counter()
     schema = compiler.json_value(SCHEMA, "schema")
     load_s = time.perf_counter() - started
-    call = compiler.tool_calls({"write_file": {"type": "object", "properties": {"path": {"type": "string"}, "n": {
-        "type": "integer"}}, "required": ["path", "n"]}}, parallel=True)  # fmt: skip
+    arguments = {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["path", "n"],
+    }
+    call = compiler.tool_calls([Function("write_file", arguments, bound=True)], parallel=True)
     body = "\n<function=write_file>\n<parameter=path>\n" + "some/path and words " * 20 + "\n</parameter>\n"
     body += "<parameter=n>\n12345\n</parameter>\n</function>\n"
     result = {

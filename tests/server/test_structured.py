@@ -190,6 +190,28 @@ def test_schema_or_call(live: LiveServer) -> None:
     assert message(live, body)["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
+def test_one_strict_function_does_not_bind_the_others(live: LiveServer) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [*strict(TOOLS), {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    live.engine.say("<tool_call>\n<function=odd>\n<parameter=a>\n[1, 1]\n</parameter>\n</function>\n</tool_call>")
+    (call,) = message(live, chat_body(tools=tools, enable_thinking=False))["tool_calls"]
+    assert call["function"] == {"name": "odd", "arguments": '{"a": [1, 1]}'}
+    response = post(live, chat_body(tools=tools, tool_choice="required"))
+    assert (response.status, response.error["param"]) == (400, "tools")
+    assert "'odd'" in response.error["message"]
+    assert "uniqueItems" in response.error["message"]
+
+
+@pytest.mark.parametrize("broken", [{"allOf": 5}, {"anyOf": {}}, {"enum": 3}, {"type": [1]}, {"$ref": 5}, 7])
+def test_broken_schemas_of_tools_are_the_clients_fault(live: LiveServer, broken: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": broken}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert post(live, chat_body(tools=tools, tool_choice="required")).status == 400
+    live.engine.say("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>")
+    (call,) = message(live, chat_body(tools=tools, enable_thinking=False))["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["a"] in (1, "1")
+
+
 @pytest.mark.parametrize("budget", [0, 1, 16])
 def test_thinking_budget(live: LiveServer, budget: int) -> None:
     live.engine.say("zoom in " * 50)
