@@ -124,10 +124,11 @@ def to_api_error(error: BaseException) -> ApiError:
 def _of_routing(error: HTTPException) -> ApiError:
     """The refusals of FastAPI's router."""
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        text = f"This method is not allowed here, only {allowed}."
-        return ApiError(405, text, code="method_not_allowed", allow=sorted(allowed.split(", ")))
-    return ApiError(error.status_code, "Unknown request URL.", code="unknown_url")
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        text = f"This method is not allowed here, only {', '.join(allowed)}."
+        return ApiError(405, text, code="method_not_allowed", allow=allowed)
+    text = "Unknown request URL. Those of the OpenAI API begin with /v1; GET /openapi.json describes all there are."
+    return ApiError(error.status_code, text, code="unknown_url")
 
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:

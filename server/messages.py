@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from engine.core import SAMPLING_RANGES, Progress
 from server import answering, sse
 from server.chatwire import UsageCount
-from server.errors import invalid, to_api_error, unsupported
+from server.errors import ApiError, invalid, to_api_error, unsupported
 from server.job import ChoiceFinished, Deltas, Failed, Finished, JobEvent, Restarted, Started
 from server.routes import Service
 from server.schema import (
@@ -120,6 +120,18 @@ class Thinking(WireModel):
     budget_tokens: int | None = Field(default=None, ge=0)
 
 
+class OutputFormat(WireModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(WireModel):
+    """effort: how much to think where `thinking` is adaptive."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class CountTokensRequest(WireModel):
     """What decides on the prompt."""
 
@@ -140,6 +152,12 @@ class MessagesRequest(CountTokensRequest, CachingRequest):
     top_k: int | None = Field(default=None, ge=0, le=int(SAMPLING_RANGES["top_k"][1]))
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    output_config: OutputConfig | None = None
+    # The name that `output_config.format` had before.
+    output_format: OutputFormat | None = None
+    # Known and refused unless empty: they run elsewhere.
+    mcp_servers: list[Any] | None = None
+    container: Any = None
 
 
 class Messages:
@@ -161,7 +179,14 @@ class Messages:
             return request, to_chat_request(request)
 
         request, chat = await asyncio.to_thread(prepare)
-        work = await service.chat_work(chat, scope)
+        try:
+            work = await service.chat_work(chat, scope)
+        except ApiError as error:
+            if error.param != "response_format":
+                raise
+            name = "output_format" if request.output_format is not None else "output_config.format"
+            message = error.message.replace("'response_format'", f"'{name}'")
+            raise ApiError(error.status, message, code=error.code, param=name) from error
         job = await service.job(scope, work, body)
         usage = UsageCount(work.prompt_tokens)
         message_id = f"msg_{record.request_id}"
@@ -205,7 +230,11 @@ def to_chat_request(request: CountTokensRequest) -> ChatCompletionRequest:
         # This API continues a final assistant turn.
         fields["continue_final_message"] = True
     if isinstance(request, MessagesRequest):
+        for name in ("mcp_servers", "container"):
+            if getattr(request, name):
+                raise unsupported(name)
         fields |= {
+            **_output(request),
             "max_tokens": request.max_tokens,
             "stream": request.stream,
             "stop": request.stop_sequences,
@@ -314,6 +343,20 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
     if thinking is None or thinking.type == "disabled":
         return {"enable_thinking": False}
     return {"enable_thinking": True, "thinking_token_budget": thinking.budget_tokens}
+
+
+def _output(request: MessagesRequest) -> dict[str, Any]:
+    """The form of the answer, and the effort that goes into it."""
+    config = request.output_config or OutputConfig()
+    if config.format is not None and request.output_format is not None:
+        raise invalid("'output_config.format' and 'output_format' exclude each other.", "output_format")
+    fields: dict[str, Any] = {}
+    wanted = config.format or request.output_format
+    if wanted is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
+    if request.thinking is not None and request.thinking.type == "adaptive":
+        fields["reasoning_effort"] = config.effort
+    return fields
 
 
 def _stop(event: ChoiceFinished) -> dict[str, Any]:

@@ -157,10 +157,11 @@ class Responses:
             work = await service.chat_work(chat, scope)
         except Exception as error:
             refusal = to_api_error(error)
-            if refusal.param == "messages":
-                refusal = ApiError(refusal.status, refusal.message, code=refusal.code, param="input")
-                raise refusal from error
-            raise
+            name = {"messages": "input", "response_format": "text.format"}.get(refusal.param or "")
+            if name is None:
+                raise
+            message = refusal.message.replace("'response_format'", f"'{name}'")
+            raise ApiError(refusal.status, message, code=refusal.code, param=name) from error
         job = await service.job(scope, work, body)
         writer = ResponseWriter(record.request_id, service.model, request, UsageCount(work.prompt_tokens))
         if request.stream:
@@ -175,6 +176,10 @@ class Responses:
         for name in _REFUSED:
             if getattr(request, name):
                 raise unsupported(name)
+        for index, wanted in enumerate(request.include or ()):
+            # Other inclusions are parts of items that this server never has.
+            if wanted == "message.output_text.logprobs":
+                raise unsupported(f"include[{index}]", "Log-probabilities come with chat completions.")
         service.unknown.note(unknown_fields(request))
         service.worker.check_admission()
         return request, to_chat_request(request)

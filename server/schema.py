@@ -343,6 +343,7 @@ _NEUTRAL_HINTS: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default", "standard_only"),
     "verbosity": (None, "medium"),
     "prediction": (None,),
+    "cache_control": (None,),
 }
 
 # Switches of the chat template that `chat_template_kwargs` may set.
@@ -364,12 +365,14 @@ def reject_unsupported(request: WireModel) -> None:
 Request = TypeVar("Request", bound=WireModel)
 
 MAX_DEPTH = 64
+# Longer numbers take time that grows with the square of their length.
+_MAX_DIGITS = 4000
 
 
 def parse_json(body: bytes) -> Any:
     """The JSON value of a request body. Malformed text, NaN, lone surrogates and deep nesting are a 400."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_int=_integer)
     except UnicodeDecodeError as error:
         raise invalid(f"The request body is not UTF-8 (byte {error.start}).", None, "invalid_json") from None
     except json.JSONDecodeError as error:
@@ -381,6 +384,12 @@ def parse_json(body: bytes) -> Any:
         raise invalid(f"The request body is not valid JSON: {error}.", None, "invalid_json") from None
     _check_value(value, "", 0)
     return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, at most {_MAX_DIGITS} are read")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> Any:
@@ -539,7 +548,7 @@ def unknown_fields(request: WireModel, prefix: str = "") -> Iterator[str]:
 
 def is_hint(name: str) -> bool:
     """Whether a field that `unknown_fields` names is known, as a hint that changes nothing here."""
-    return name in _NEUTRAL_HINTS
+    return name.rpartition(".")[2] in _NEUTRAL_HINTS
 
 
 def _is_neutral_hint(name: str, value: Any) -> bool:

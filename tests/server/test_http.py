@@ -39,6 +39,11 @@ def test_malformed_json(live: LiveServer, body: bytes) -> None:
     response = post(live, body)
     assert response.status == 400
     assert response.error["code"] == "invalid_json"
+    assert not any(word in response.error["message"] for word in ("sys.", "utf-8-sig"))
+
+
+def test_byte_order_mark_is_skipped(live: LiveServer) -> None:
+    assert post(live, b"\xef\xbb\xbf" + json.dumps(chat_body()).encode()).status == 200
 
 
 @pytest.mark.parametrize(

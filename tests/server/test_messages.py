@@ -129,6 +129,45 @@ def test_forced_tool(live: LiveServer) -> None:
     assert live.engine.requests[0].constraint is not None
 
 
+PERSON = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 7, "maximum": 9}}, "required": ["age"],
+          "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}},
+        {"output_format": {"type": "json_schema", "schema": PERSON}},
+    ],
+)
+def test_structured_output(live: LiveServer, asked: dict[str, Any]) -> None:
+    live.engine.say("I would rather chat.")
+    (block,) = post(live, body(**asked), PATH).json["content"]
+    assert json.loads(block["text"])["age"] in (7, 8, 9)
+
+
+def test_effort_limits_adaptive_thinking(live: LiveServer) -> None:
+    live.engine.say("x" * 3000)
+    asked = body(thinking={"type": "adaptive"}, output_config={"effort": "low"}) | {"max_tokens": 2100}
+    thought, _ = post(live, asked, PATH).json["content"]
+    assert len(thought["thinking"]) == 2048
+
+
+def test_schemas_that_cannot_be_followed_are_refused_under_their_name(live: LiveServer) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    response = post(live, body(output_config={"format": {"type": "json_schema", "schema": schema}}), PATH)
+    assert response.status == 400
+    assert response.json["error"]["message"].startswith("'output_config.format'")
+
+
+@pytest.mark.parametrize("field", [{"mcp_servers": [{"type": "url"}]}, {"container": "x"}])
+def test_what_runs_elsewhere_is_refused(live: LiveServer, field: dict[str, Any]) -> None:
+    response = post(live, body(**field), PATH)
+    assert response.status == 400
+    assert next(iter(field)) in response.json["error"]["message"]
+    assert post(live, body(mcp_servers=[], container=None), PATH).status == 200
+
+
 def test_stop_sequence_and_limit(live: LiveServer) -> None:
     live.engine.say("one two three")
     message = both(live, body(stop_sequences=["two"]))

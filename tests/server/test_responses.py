@@ -104,6 +104,8 @@ def test_schema(live: LiveServer) -> None:
          "input[0].content[0].image_url"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
+        ({"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include[1]"),
         ({"input": "x " * 5000}, "input"),
         ({"temperature": 5}, "temperature"),
     ],
