@@ -10,8 +10,8 @@
  *                                          row that does not exist (its result is never stored)
  *   int visible(int row)                   number of keys the row sees
  *   void open(int tile)                    before the loads of keys 64 tile .. 64 tile + 63
- *   float2 key(int n, int c), value(...)   channels c, c + 1 (c even) of key n = 0..63 of the open tile; zeros beyond
- *                                          the last key
+ *   float2 key(int n, int c), value(...)   channels c, c + 1 (c even) of key n = 0..63 of the open tile; beyond the
+ *                                          last key anything, but zeros for its value
  */
 #ifndef FERMION_ATTENTION_TILE_CUH
 #define FERMION_ATTENTION_TILE_CUH
@@ -102,13 +102,17 @@ struct ValueStage {
     }
 };
 
-/* Scores of this thread: rows 4 warp..+3, keys 2 lane, 2 lane + 1 of the open tile. `query` is the float in `queries`
- * where this thread's share of the query rows begins. */
+/* Where a thread's scores lie: rows score_row, + 1; keys score_key + {0, 1, 32, 33}. Neighbours see the same keys: since
+ * Volta, a 64-bit shared load takes one turn instead of two if lanes of equal address are next to each other. */
+static __device__ __forceinline__ int score_row(int thread) { return thread / 32 * 4 + thread % 2 * 2; }
+static __device__ __forceinline__ int score_key(int thread) { return thread / 2 % 16 * 2; }
+
+/* This thread's scores of the open tile. `query` is the float in `queries` where its share of the query rows begins. */
 template <int D, typename Source>
 static __device__ __forceinline__ void attention_scores(float (&stage)[AttentionShape<D>::STAGE], const Source &source,
-                                                        const float *queries, unsigned query, float (&score)[4][2]) {
+                                                        const float *queries, unsigned query, float (&score)[2][4]) {
     typedef AttentionShape<D> Shape;
-    const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
+    const int thread = thread_again();
     float *keys = stage, *rows = stage + Shape::DEPTH * Shape::KEY_PITCH;
     KeyStage<D> next;
     next.fetch(source, queries + query, 0, thread);
@@ -120,15 +124,14 @@ static __device__ __forceinline__ void attention_scores(float (&stage)[Attention
         if (c0 + Shape::DEPTH < D) next.fetch(source, queries + query, c0 + Shape::DEPTH, thread_again());
 #pragma unroll
         for (int c = 0; c < Shape::DEPTH; ++c) {
-            const float2 k = *(const float2 *)&keys[c * Shape::KEY_PITCH + 2 * lane];
-            const float2 low = *(const float2 *)&rows[c * Shape::QUERY_PITCH + 4 * warp];
-            const float2 high = *(const float2 *)&rows[c * Shape::QUERY_PITCH + 4 * warp + 2];
-            const float q[4] = {low.x, low.y, high.x, high.y};
+            const float2 low = *(const float2 *)&keys[c * Shape::KEY_PITCH + score_key(thread)];
+            const float2 high = *(const float2 *)&keys[c * Shape::KEY_PITCH + score_key(thread) + 32];
+            const float2 q = *(const float2 *)&rows[c * Shape::QUERY_PITCH + score_row(thread)];
+            const float k[4] = {low.x, low.y, high.x, high.y};
 #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                score[r][0] = fmaf(q[r], k.x, score[r][0]);
-                score[r][1] = fmaf(q[r], k.y, score[r][1]);
-            }
+            for (int j = 0; j < 4; ++j) score[0][j] = fmaf(q.x, k[j], score[0][j]);
+#pragma unroll
+            for (int j = 3; j >= 0; --j) score[1][j] = fmaf(q.y, k[j], score[1][j]);
         }
     }
 }
@@ -228,14 +231,17 @@ static __device__ __forceinline__ void attention_tiles(SoftmaxState &state, floa
 #pragma unroll 1
     for (int tile = 0; tile * KEY_ROWS < key_count; ++tile) {
         source.open(tile);
-        float score[4][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}, {0.0f, 0.0f}};
+        float score[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
         attention_scores<D>(stage, source, queries, query, score);
-        const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
+        const int thread = thread_again(), warp = thread / 32;
+        const int seen[2] = {state.seen[score_row(thread)], state.seen[score_row(thread) + 1]};
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int seen = state.seen[4 * warp + r] - tile * KEY_ROWS;
-            state.p[2 * lane][4 * warp + r] = 2 * lane < seen ? score[r][0] * scale : UNSEEN;
-            state.p[2 * lane + 1][4 * warp + r] = 2 * lane + 1 < seen ? score[r][1] * scale : UNSEEN;
+        for (int j = 0; j < 4; ++j) {
+            const int n = score_key(thread) + j % 2 + j / 2 * 32, key = tile * KEY_ROWS + n;
+            float2 pair;
+            pair.x = key < seen[0] ? score[0][j] * scale : UNSEEN;
+            pair.y = key < seen[1] ? score[1][j] * scale : UNSEEN;
+            *(float2 *)&state.p[n][score_row(thread)] = pair;
         }
         attention_softmax(state);
 #pragma unroll

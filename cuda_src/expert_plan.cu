@@ -3,8 +3,9 @@
  * Deterministic: an expert's rows are in ascending order of pair index p = token * k + choice.
  * pairs   int[P] the chosen expert of each pair, P = T k
  * counts  int[E]; starts int[E] first permuted row of each expert
- * tiles   int4[] {slot of the expert's weights, first row, rows, tile rows}: full 32-row tiles, then one of 32 or 16
- *         rows for the rest, in expert order; tile_count int[1]; at most P/32 + E entries
+ * tiles   int4[] {slot of the expert's weights, first row, rows, tile rows}: of 64 rows, then for the rest one of
+ *         64, 32 or 16 rows, or of 32 and of 16, in expert order; tile_count int[1]; at most P/32 + E entries, nor more
+ *         than P/64 + 2 E
  * slots   int[E] place of the expert's weights on the card, or null: expert e in slot e
  * rows    int[P] token of each permuted row (P rows); places int[P] permuted row of each pair
  * map     count: grid (E), block 256;  plan: one block of 512;  scatter: grid (E), block 256
@@ -45,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(MAX_EXPERTS)
 expert_plan(const int *counts, int experts, const int *slots, int *starts, int4 *tiles, int *tile_count) {
     __shared__ int scratch[MAX_EXPERTS];
     const int expert = threadIdx.x;
-    const int count = expert < experts ? counts[expert] : 0, own_tiles = (count + 31) / 32;
+    const int count = expert < experts ? counts[expert] : 0, rest = count % 64;
+    const int own_tiles = count / 64 + (rest > 0) + (rest > 32 && rest <= 48);
     const int start = prefix_sum(count, scratch, expert) - count;
     __syncthreads();
     const int last_tile = prefix_sum(own_tiles, scratch, expert);
@@ -53,14 +55,15 @@ expert_plan(const int *counts, int experts, const int *slots, int *starts, int4 
     starts[expert] = start;
     if (expert == experts - 1) tile_count[0] = last_tile;
     const int slot = slots ? slots[expert] : expert;
-    for (int i = 0; i < own_tiles; ++i) {
-        const int rows = count - i * 32 < 32 ? count - i * 32 : 32;
+    for (int i = 0, first = 0; i < own_tiles; ++i) {
+        const int left = count - first, height = left > 48 ? 64 : left > 16 ? 32 : 16;
         int4 tile;
         tile.x = slot;
-        tile.y = start + i * 32;
-        tile.z = rows;
-        tile.w = rows <= 16 ? 16 : 32;
+        tile.y = start + first;
+        tile.z = left < height ? left : height;
+        tile.w = height;
         tiles[last_tile - own_tiles + i] = tile;
+        first += height;
     }
 }
 

@@ -19,6 +19,8 @@
 
 #include "cuda_emu.h"
 
+#define FERMION_GLOBAL
+
 static inline float exp2_approx(float x) { return exp2f(x); }
 static inline float2 halves_to_float(unsigned word) { return {(float)(word & 0xffffu), (float)(word >> 16)}; }
 static inline unsigned thread_again() { return threadIdx.x; }
@@ -31,6 +33,7 @@ static inline unsigned short float_to_half(float f) { return emu_bits<unsigned s
 
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
+#define FERMION_GLOBAL __attribute__((address_space(1))) /* where an address comes as a number */
 #define __shared__ __attribute__((shared, aligned(16))) /* 64-bit loads need 8 */
 #define __launch_bounds__(...) __attribute__((launch_bounds(__VA_ARGS__)))
 #define __forceinline__ __inline__ __attribute__((always_inline))

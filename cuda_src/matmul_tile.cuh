@@ -1,9 +1,9 @@
 /* The one matrix product of all weight formats: y[M,N] = x[M,K] W[N,K]^T, float32 accumulation.
  *
- * A block computes ROWS x COLS of y in steps of 16 columns of x and W; a thread owns (4 or 2) x 8 or 4 x 4 values.
- * Both operands lie transposed in shared memory. A thread's four rows of x come in one 128-bit load, its columns of W in
- * 64-bit loads: on Fermi 128-bit loads collide two ways by construction, so one for few addresses is worth it and one for
- * many is not. Rows of x are padded, so that the transposing stores collide little.
+ * A block computes ROWS x COLS of y in steps of 16 columns of x and W; a thread owns (8 or 4) x 4 values. Both operands
+ * lie transposed in shared memory. A thread's rows of x come in 128-bit loads, its columns of W in 64-bit loads: on Fermi
+ * 128-bit loads collide two ways unless few addresses are meant, and of x a warp reads two. Rows of x are padded, so that
+ * the transposing stores collide little.
  *
  * Every y[m][n] is one accumulator over ascending k, whatever the tile shape: results depend neither on M nor on
  * which kernel or tile computed them.
@@ -143,7 +143,8 @@ struct RowMajorLoader {
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) offset[i] += columns * sizeof(Element);
     }
-    __device__ __forceinline__ void store(float (&shared)[TILE_K][COLS + 2], int thread) const {
+    template <int PITCH>
+    __device__ __forceinline__ void store(float (&shared)[TILE_K][PITCH], int thread) const {
         const int k = (thread & 3) * 4;
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
@@ -156,21 +157,42 @@ struct RowMajorLoader {
     }
 };
 
-/* Length of a row of the shared copy of x: padded, so that rows begin where a thread's loads may. */
-static constexpr int x_pitch(int rows, int per_thread) { return rows + (per_thread == 4 ? 4 : 2); }
+/* Length of a row of the shared copy of x: padded, and rows begin where 128-bit loads may. */
+static constexpr int x_pitch(int rows) { return rows + 4; }
+
+#define THREAD_COLUMNS 4
+
+/* Place of a thread in a tile's grid of TX columns of threads. Neighbours are in one column: since Volta, a 64-bit shared
+ * load takes one turn instead of two if lanes of equal address are two or one apart, and so they are for both operands. */
+template <int TX>
+static __device__ __forceinline__ int tile_column(int thread) {
+    return thread / 2 % TX;
+}
+template <int TX>
+static __device__ __forceinline__ int tile_row(int thread) {
+    return thread / (2 * TX) * 2 + thread % 2;
+}
+
+/* The order in which a thread takes the columns of row i: neighbours in time share an operand, and the others alternate
+ * between even and odd registers, which newer cards can read one each of per clock. Assemblers keep to it. */
+static constexpr int column_at(int i, int step) {
+    const int forward = i % 2 ? THREAD_COLUMNS - 1 - step : step;
+    return forward % 2 * 2 + forward / 2; /* 0 2 1 3 */
+}
 
 /* acc = the thread's part of x W^T over all columns. PITCH is the row length of the shared copy of W; a thread owns rows
- * TM ty + i and columns 2 tx + {0,1} + 2 TX j of the tile. W starts first_byte bytes into w. 32
- * accumulators leave few registers: x is fetched only when the previous step is done (the other blocks of the
- * multiprocessor compute meanwhile), W one step ahead; the address to store x at comes from indices read anew, and with
- * LEAN so does that of W. */
-template <int ROWS, int COLS, int THREADS, int TM, int TN, int PITCH, typename WLoader, bool LEAN>
-static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], float (&shared_x)[TILE_K][x_pitch(ROWS, TM)],
+ * TM tile_row + i and columns 4 tile_column + j of the tile. W starts first_byte bytes into w. 32 accumulators leave few
+ * registers: x is fetched only when the previous step is done (the other blocks of the multiprocessor compute
+ * meanwhile), W one step ahead. ANEW: the address to store x at comes from indices read anew. */
+template <int ROWS, int COLS, int THREADS, int TM, int PITCH, typename WLoader, bool ANEW>
+static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][THREAD_COLUMNS],
+                                                         float (&shared_x)[TILE_K][x_pitch(ROWS)],
                                                          float (&shared_w)[TILE_K][PITCH], const float *x, int ldx,
                                                          const int *rows, const void *w, unsigned first_byte, int m0,
                                                          int m_end, int n0, int n_end, int k_end) {
+    const int TN = THREAD_COLUMNS;
     const int TX = COLS / TN, TY = ROWS / TM;
-    static_assert(TX * TY == THREADS && (TM == 2 || TM == 4), "one thread per register tile");
+    static_assert(TX * TY == THREADS && TM % 4 == 0, "one thread per register tile");
     const int thread = threadIdx.x;
     XLoader<ROWS, THREADS> loader_x;
     WLoader loader_w;
@@ -185,40 +207,40 @@ static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], f
     loader_w.fetch(w, k);
 #pragma unroll 1
     for (;;) {
-        const int again = thread_again();
+        const int again = ANEW ? thread_again() : thread;
         loader_x.fetch(x);
-        loader_w.store(shared_w, LEAN ? again : thread);
+        loader_w.store(shared_w, thread);
         loader_x.store(shared_x, again);
         __syncthreads();
         const bool more = k < k_end;
         k += TILE_K;
         if (more) loader_w.fetch(w, k);
-        const float *row_x = &shared_x[0][TM * (thread / TX)],
-                    *row_w = &shared_w[0][2 * (thread % TX)];
+        const float *row_x = &shared_x[0][TM * tile_row<TX>(thread)],
+                    *row_w = &shared_w[0][TN * tile_column<TX>(thread)];
 #pragma unroll
         for (int kk = 0; kk < TILE_K; ++kk) {
             float a[TM], b[TN];
-            if (TM == 4) {
-                const float4 four = *(const float4 *)(row_x + kk * x_pitch(ROWS, TM));
-                a[0] = four.x;
-                a[1] = four.y;
-                a[2 % TM] = four.z;
-                a[3 % TM] = four.w;
-            } else {
-                const float2 pair = *(const float2 *)(row_x + kk * x_pitch(ROWS, TM));
-                a[0] = pair.x;
-                a[1] = pair.y;
+#pragma unroll
+            for (int i = 0; i < TM; i += 4) {
+                const float4 four = *(const float4 *)(row_x + kk * x_pitch(ROWS) + i);
+                a[i] = four.x;
+                a[i + 1] = four.y;
+                a[i + 2] = four.z;
+                a[i + 3] = four.w;
             }
 #pragma unroll
             for (int j = 0; j < TN; j += 2) {
-                const float2 pair = *(const float2 *)(row_w + kk * PITCH + TX * j);
+                const float2 pair = *(const float2 *)(row_w + kk * PITCH + j);
                 b[j] = pair.x;
                 b[j + 1] = pair.y;
             }
 #pragma unroll
             for (int i = 0; i < TM; ++i)
 #pragma unroll
-                for (int j = 0; j < TN; ++j) acc[i][j] = fmaf(a[i], b[j], acc[i][j]);
+                for (int step = 0; step < TN; ++step) {
+                    const int j = column_at(i, step);
+                    acc[i][j] = fmaf(a[i], b[j], acc[i][j]);
+                }
         }
         if (!more) break;
         __syncthreads();
@@ -226,19 +248,21 @@ static __device__ __forceinline__ void matmul_accumulate(float (&acc)[TM][TN], f
 }
 
 /* y = acc (+ bias) (+ y) for the rows and columns of the tile that exist. */
-template <int ROWS, int COLS, int TM, int TN>
-static __device__ __forceinline__ void matmul_store(const float (&acc)[TM][TN], float *y, int ldy, const float *bias,
-                                                    int m0, int m_end, int n0, int n_end, int accumulate) {
-    const int TX = COLS / TN;
-    const int thread = thread_again(), tx = thread % TX, ty = thread / TX;
+template <int ROWS, int COLS, int TM>
+static __device__ __forceinline__ void matmul_store(const float (&acc)[TM][THREAD_COLUMNS], float *y, int ldy,
+                                                    const float *bias, int m0, int m_end, int n0, int n_end,
+                                                    int accumulate) {
+    const int TX = COLS / THREAD_COLUMNS;
+    const int thread = thread_again(), first_m = m0 + TM * tile_row<TX>(thread);
+    const int first_n = n0 + THREAD_COLUMNS * tile_column<TX>(thread);
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
-        const int m = m0 + TM * ty + i;
+        const int m = first_m + i;
         if (m >= m_end) continue;
         float *row = y + (long long)m * ldy;
 #pragma unroll
-        for (int j = 0; j < TN; ++j) {
-            const int n = n0 + 2 * tx + TX * (j & ~1) + (j & 1);
+        for (int j = 0; j < THREAD_COLUMNS; ++j) {
+            const int n = first_n + j;
             if (n >= n_end) continue;
             float value = acc[i][j];
             if (bias) value += bias[n];

@@ -104,6 +104,11 @@ class Scratch:
     nbytes: int
 
 
+def tile_bound(pairs: int, experts: int) -> int:
+    """The most tiles that expert_plan makes of so many (token, expert) pairs."""
+    return min(pairs // 32 + experts, pairs // 64 + 2 * experts)
+
+
 def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
     """Offsets for passes of up to `tokens` tokens."""
     hidden, experts = config.hidden_size, config.num_experts
@@ -112,7 +117,7 @@ def scratch_layout(config: ModelConfig, tokens: int, kv_tokens: int) -> Scratch:
     key = config.num_key_value_heads * config.head_dim
     dim = config.linear_value_head_dim
     chunks = min(CHUNKS_AT_ONCE, tokens)  # segments may be as short as a token
-    tiles = pairs // 32 + experts
+    tiles = tile_bound(pairs, experts)
     inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
     always = {
         "hidden": 4 * tokens * hidden,
@@ -663,10 +668,10 @@ class GpuPrefill:
         )  # fmt: skip
 
     def _grouped(self, w: Stored, slot: int, x: str, rows: int | None, y: str, pairs: int) -> None:
-        bound = pairs // 32 + self.config.num_experts
+        bound = tile_bound(pairs, self.config.num_experts)
         slot_bytes = ctypes.c_uint(w.rows // BLOCK_ROWS * (w.cols // BLOCK_COLS) * BLOCK_BYTES)
         self._launch(
-            "matmul_q4_grouped", (-(-w.rows // 128), bound), 128,
+            "matmul_q4_grouped", (2 * -(-w.rows // 128), bound), 128,
             self._at(x), _int(w.cols), rows, slot + w.address, slot_bytes, self._at(y), _int(w.rows), self._at("tiles"),
             self._at("tile_count"), _int(w.rows), _int(w.cols),
         )  # fmt: skip

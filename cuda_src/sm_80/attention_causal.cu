@@ -25,9 +25,11 @@ struct Pass {
     const unsigned long long *pages;
     int q_token, q_head, tokens, group, position;
 
-    /* Row r of block b is pair 32 b + r of (token, head of the group); rows beyond the last pair repeat it. */
+    /* As in ../attention_causal.cu: row r of block b is pair 32 b + r of (token, head of the group), rows beyond the last
+     * pair repeat it, and the blocks of later tokens, which see more keys, begin first. */
+    __device__ __forceinline__ int block() const { return gridDim.x - 1 - blockIdx.x; }
     __device__ __forceinline__ int pair(int row) const {
-        const int flat = blockIdx.x * QUERY_ROWS + row, last = tokens * group - 1;
+        const int flat = block() * QUERY_ROWS + row, last = tokens * group - 1;
         return flat < last ? flat : last;
     }
     __device__ __forceinline__ int token(int row) const { return pair(row) / group; }
@@ -194,7 +196,7 @@ static __device__ __forceinline__ void split_attention(SoftmaxState &state, Spli
             for (int c = 0; c < 4; ++c) out[f][c] *= rescale[c / 2];
         split_values<D>(state, page + (gridDim.y + blockIdx.y) * (KEY_ROWS * D), left, out);
     }
-    const int rows = pass.tokens * pass.group - blockIdx.x * QUERY_ROWS;
+    const int rows = pass.tokens * pass.group - pass.block() * QUERY_ROWS;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = row0 + 8 * r;

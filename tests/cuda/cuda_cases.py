@@ -428,7 +428,7 @@ def expert_products(tokens: int, experts: int, k: int, hidden: int, inner: int, 
         x = normal(rng, tokens, hidden)
         device_pairs, device_slots = device.upload(pairs), device.upload(slots)
         counts, starts = device.upload(np.full(experts, -1, np.int32)), device.upload(np.full(experts, -1, np.int32))
-        bound = count // 32 + experts
+        bound = min(count // 32 + experts, count // 64 + 2 * experts)
         tiles, tile_count = device.upload(np.full((bound, 4), -1, np.int32)), device.upload(np.full(1, -1, np.int32))
         rows, places = device.upload(np.full(count, -1, np.int32)), device.upload(np.full(count, -1, np.int32))
         device.launch("expert_count", (experts, 1), 256, device_pairs, i32(count), counts)
@@ -450,7 +450,7 @@ def expert_products(tokens: int, experts: int, k: int, hidden: int, inner: int, 
 
         def grouped(source: Any, stride: int, gather: Any, w: Any, n: int, cols: int, target: Any) -> None:
             device.launch(
-                "matmul_q4_grouped", (ceil_div(n, 128), bound), 128,
+                "matmul_q4_grouped", (2 * ceil_div(n, 128), bound), 128,
                 source, i32(stride), gather, w, ctypes.c_uint(n // 16 * (cols // 64) * 576), target, i32(n), tiles,
                 tile_count, i32(n), i32(cols),
             )  # fmt: skip

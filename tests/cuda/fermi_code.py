@@ -21,6 +21,8 @@ OPERATIONS = {
     (7, 0x10): "BRA", (7, 0x20): "EXIT",
 }  # fmt: skip
 LOCAL_LOADS, LOCAL_STORES = (0x30, "LDS", "LDL"), (0x32, "STS", "STL")
+WIDTHS = {5: ".64", 6: ".128"}
+"""Of shared loads, by three bits of the instruction; others have 32 bits or fewer."""
 BRANCH, MEMORY = 7, 5
 HALF_RATE = frozenset({"I2F", "I2I", "F2F", "F2I", "SHL", "SHR", "BFE", "IMUL", "IMAD"})
 """Sixteen lanes of a multiprocessor do these: a warp takes two clocks."""
@@ -63,7 +65,8 @@ def operation(word: int) -> str:
     form, number = word & 15, word >> 58
     for code, shared, local in (LOCAL_LOADS, LOCAL_STORES):
         if (form, number) == (MEMORY, code):
-            return shared if word >> 56 & 1 else local
+            width = WIDTHS.get(word >> 5 & 7, "") if shared == "LDS" else ""
+            return shared + width if word >> 56 & 1 else local
     return OPERATIONS.get((form, number), f"{form:x}.{number:02x}")
 
 

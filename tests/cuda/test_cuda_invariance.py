@@ -11,6 +11,8 @@ import pytest
 from cuda_cases import Array, ceil_div, f32, i32, normal, pack_q4
 from cuda_emulator import Emulator
 
+from engine.gpu import tile_bound
+
 RNG_SEED = 3
 
 
@@ -36,18 +38,39 @@ def test_matmul_q4_rows_do_not_depend_on_their_neighbours(device: Emulator, rows
     assert np.array_equal(dense(device, x, packed, 144)[rows], dense(device, x[rows], packed, 144))
 
 
-@pytest.mark.parametrize("count", [1, 16, 17, 32], ids=lambda count: f"{count}-rows")
-def test_grouped_tiles_of_both_heights_equal_the_dense_product(device: Emulator, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 16, 17, 32, 33, 64], ids=lambda count: f"{count}-rows")
+def test_grouped_tiles_of_all_heights_equal_the_dense_product(device: Emulator, count: int) -> None:
     rng = np.random.default_rng(RNG_SEED)
     x, (packed, _) = normal(rng, count, 128), pack_q4(rng, 144, 128)
     y = device.upload(np.zeros((count, 144), np.float32))
-    tiles = np.array([[0, 0, count, 16 if count <= 16 else 32]], np.int32)
+    tiles = np.array([[0, 0, count, next(height for height in (16, 32, 64) if count <= height)]], np.int32)
     device.launch(
-        "matmul_q4_grouped", (2, 1), 128,
+        "matmul_q4_grouped", (4, 1), 128,
         device.upload(x), i32(128), None, device.upload(packed), ctypes.c_uint(packed.nbytes), y, i32(144),
         device.upload(tiles), device.upload(np.ones(1, np.int32)), i32(144), i32(128),
     )  # fmt: skip
     assert np.array_equal(device.download(y), dense(device, x, packed, 144))
+
+
+def test_an_experts_rows_are_cut_into_the_cheapest_tiles(device: Emulator) -> None:
+    counts = [0, 1, 16, 17, 32, 33, 48, 49, 64, 65, 111, 200]
+    expected, start = [], 0
+    for slot, heights in enumerate(
+        ([], [16], [16], [32], [32], [32, 16], [32, 16], [64], [64], [64, 16], [64, 32, 16], [64, 64, 64, 16])
+    ):
+        end = start + counts[slot]
+        for height in heights:
+            expected.append([slot, start, min(height, end - start), height])
+            start += expected[-1][2]
+        assert start == end
+    tiles = device.upload(np.full((tile_bound(sum(counts), len(counts)), 4), -1, np.int32))
+    starts, tile_count = device.upload(np.zeros(len(counts), np.int32)), device.upload(np.zeros(1, np.int32))
+    device.launch(
+        "expert_plan", (1, 1), 512,
+        device.upload(np.array(counts, np.int32)), i32(len(counts)), None, starts, tiles, tile_count,
+    )  # fmt: skip
+    assert device.download(tile_count).tolist() == [len(expected)]
+    assert device.download(tiles)[: len(expected)].tolist() == expected
 
 
 def test_router_gives_every_token_distinct_experts_even_for_broken_logits(device: Emulator) -> None:
