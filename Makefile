@@ -11,6 +11,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 # A checkpoint directory; empty: the demo model that comes with the package.
 MODEL ?=
+CHECKPOINT = $(if $(MODEL),'$(MODEL)')
 # More arguments for `fermion serve` or pytest: make serve ARGS='--threads 2', make test ARGS='-k cli'.
 ARGS ?=
 CC ?= cc
@@ -85,14 +86,14 @@ $(VENV)/.dev: $(VENV)/.base requirements/dev.txt
 
 .PHONY: serve chat bench bench-cache quality
 serve: setup ## serve the demo model (or MODEL=DIR) at http://HOST:PORT/v1, default 127.0.0.1:8000
-	@exec $(BIN)/fermion serve $(MODEL) --host '$(HOST)' --port '$(PORT)' $(ARGS)
+	@exec $(BIN)/fermion serve $(CHECKPOINT) --host '$(HOST)' --port '$(PORT)' $(ARGS)
 
 chat: setup ## talk to the demo model (or MODEL=DIR) in the terminal
-	@exec $(BIN)/fermion chat $(MODEL) $(ARGS)
+	@exec $(BIN)/fermion chat $(CHECKPOINT) $(ARGS)
 
 bench: setup ## decode and prefill speed of the demo model (or MODEL=DIR)
-	@$(BIN)/fermion bench decode $(MODEL) $(ARGS)
-	@$(BIN)/fermion bench prefill $(MODEL) $(ARGS)
+	@$(BIN)/fermion bench decode $(CHECKPOINT) $(ARGS)
+	@$(BIN)/fermion bench prefill $(CHECKPOINT) $(ARGS)
 
 bench-cache: setup ## what the server recomputes of eleven kinds of conversation; ends in one line of JSON
 	@$(BIN)/python tests/bench/cache_live.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)

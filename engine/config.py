@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelFileError
 from engine.json_file import read_json_object
 
 CONFIG_NAME = "config.json"
@@ -139,6 +139,12 @@ class ModelConfig:
     def load(directory: Path) -> ModelConfig:
         """From `directory`/config.json. ModelFileError: the file is missing or not a JSON object; ConfigError: a
         value is missing, of the wrong type, or asks for something that the engine does not compute."""
+        if not directory.is_dir():
+            what = "a file" if directory.exists() else "not there"
+            raise ModelFileError(
+                f"{directory} is {what}; expected a checkpoint directory with {CONFIG_NAME} and model.safetensors, as "
+                "'fermion convert' writes it (nothing is downloaded)"
+            )
         return parse_config(directory / CONFIG_NAME, read_json_object(directory / CONFIG_NAME, _MAX_CONFIG_BYTES))
 
 

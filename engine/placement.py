@@ -47,7 +47,10 @@ def place(model: ModelConfig, config: EngineConfig, weights_bytes: int, cache_by
     if (config.context_length is not None and fitting < wanted) or fitting < PAGE_TOKENS:
         asked = max(wanted if config.context_length is not None else 0, PAGE_TOKENS)
         need = fixed + math.ceil(asked / PAGE_TOKENS) * per_page
-        raise OutOfMemory(f"a context of {asked} tokens needs {need} bytes with the weights; {free} are available")
+        cache = f", {cache_bytes} of them for the prefix cache (cache_ram)" if cache_bytes else ""
+        raise OutOfMemory(
+            f"a context of {asked} tokens needs {need} bytes with the weights{cache}; {free} are available"
+        )
     return Placement(
         threads=threads,
         cpus=cpus,

@@ -144,7 +144,13 @@ class ModelCache:
             raise ConfigError(f"the prefix cache cannot work with {ram_bytes} bytes of memory: {error}") from None
         self.interrupted: Interrupted | None = None
         self.prefix.start()
-        place = "nothing on disk" if disk is None else f"{_size(disk.capacity_bytes)} in {disk.directory}"
+        gauges = self.prefix.gauges()
+        if disk is None or not gauges["disk_readable"]:
+            place = "nothing on disk"
+        elif not gauges["disk_writable"]:
+            place = f"{disk.directory} read only ({gauges['disk_failure']})"
+        else:
+            place = f"{_size(disk.capacity_bytes)} in {disk.directory}"
         log.info("Prefix cache: %s of memory, %s.", _size(ram_bytes), place)
 
     def namespace(self, options: CacheOptions) -> Namespace:
@@ -416,7 +422,10 @@ def _disk(settings: CacheSettings) -> DiskConfig | None:
     except (CacheError, OSError) as error:
         log.warning("The prefix cache keeps nothing on disk: %s.", error)
         return None
-    return DiskConfig(directory, size) if size > 0 else None
+    if size <= 0:
+        log.warning("The prefix cache keeps nothing on disk: the file system of %s has no room.", directory)
+        return None
+    return DiskConfig(directory, size)
 
 
 def _report(outcome: Outcome) -> CacheReport:

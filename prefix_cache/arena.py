@@ -33,7 +33,11 @@ class Arena:
             raise CacheError(f"RAM capacity of {capacity_bytes} bytes holds no block of {block_bytes} bytes")
         # Small pages on purpose: making a huge one ready stops the prefill that needs it for far longer.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, self.blocks * block_bytes, flags=flags)
+        try:
+            self._map = mmap.mmap(-1, self.blocks * block_bytes, flags=flags)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "more than can be addressed"
+            raise CacheError(f"{capacity_bytes} bytes cannot be had: {reason}") from None
         self._memory: UInt8Array = np.frombuffer(self._map, dtype=np.uint8).reshape(self.blocks, block_bytes)
         self._free = list(range(self.blocks - 1, -1, -1))
         self._used = bytearray(self.blocks)

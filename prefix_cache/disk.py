@@ -451,7 +451,7 @@ class FolderInfo:
 
 def list_directory(directory: Path) -> list[FolderInfo]:
     """Describe every model's folder in a cache directory; empty if there is none. Raises OSError."""
-    if not directory.is_dir():
+    if not directory.exists():
         return []
     files = Files()
     result = []

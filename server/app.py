@@ -181,7 +181,11 @@ class GracefulServer(uvicorn.Server):
 
     async def _finish_jobs(self) -> None:
         worker = self._worker
-        log.info("Shutting down: %d requests get %.0f s to finish.", worker.queued + worker.running, self._grace_s)
+        left = worker.queued + worker.running
+        if left:
+            log.info("Shutting down: requests get %.0f s to finish, %d of them.", self._grace_s, left)
+        else:
+            log.info("Shutting down.")
         deadline = self._loop.time() + self._grace_s
         while (worker.queued or worker.running) and self._loop.time() < deadline and self._signals == 1:
             await asyncio.sleep(0.05)

@@ -414,7 +414,11 @@ def _checkpoint_command(name: str) -> Callable[[typer.Context], None]:
     def command(context: typer.Context) -> None:
         from engine.convert import cli as commands
 
-        foreign = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        foreign = typer.Typer(
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
         foreign.command()(getattr(commands, name))
         foreign(args=context.args, prog_name=context.command_path)
 
@@ -665,7 +669,7 @@ def list_cache(cache_dir: CacheDirectory = None, as_json: AsJson = False) -> Non
         if as_json:
             typer.echo(json.dumps({"directory": str(place), "folders": [asdict(folder) for folder in folders]}))
             return
-        typer.echo(f"{place}: {len(folders)} models")
+        typer.echo(f"{place}: {len(folders)} model{'' if len(folders) == 1 else 's'}")
         for folder in folders:
             used = datetime.fromtimestamp(folder.used_at).strftime("%Y-%m-%d %H:%M") if folder.used_at else "?"
             state = "in use" if folder.in_use else f"last used {used}"

@@ -57,6 +57,7 @@ def _byte_count(value: Any) -> Any:
     return int(float(match[1]) * 2 ** _UNITS[match[2].upper()])
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,*]+")
 ByteCount = Annotated[int, BeforeValidator(_byte_count)]
 
 
@@ -134,6 +135,15 @@ class Settings(BaseSettings):
     @classmethod
     def _split_origins(cls, value: Any) -> Any:
         return tuple(filter(None, (part.strip() for part in value.split(",")))) if isinstance(value, str) else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        # Browsers send exactly this form; anything else would match none of them.
+        for origin in origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"expected * or origins like https://host:port, without a path; got {origin!r}")
+        return origins
 
     @classmethod
     def settings_customise_sources(
@@ -274,6 +284,7 @@ def _complaint(
     else:
         place, value = f"{file}: {name}", from_file[name]
     shown = "" if "key" in name else f" {value!r}"
+    message = message.removeprefix("Value error, ")
     return f"{place}{shown}: {message[:1].lower()}{message[1:]}"
 
 

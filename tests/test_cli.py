@@ -113,6 +113,16 @@ def test_a_directory_without_a_model_exits_with_2(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("command", ["serve", "info", "chat"])
+def test_what_is_no_directory_is_not_looked_for_on_a_hub(command: str, tmp_path: Path) -> None:
+    result = fermion(command, "Qwen/Qwen3.6-35B-A3B")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: Qwen/Qwen3.6-35B-A3B is not there; expected a checkpoint directory")
+    assert "nothing is downloaded" in result.stderr
+    (tmp_path / "model.gguf").touch()
+    assert "is a file; expected" in fermion(command, str(tmp_path / "model.gguf")).stderr
+
+
 def test_a_server_and_a_model_exclude_each_other(tmp_path: Path) -> None:
     result = fermion("chat", str(tmp_path), "--url", "http://127.0.0.1:1/v1")
     assert result.returncode == 2
@@ -131,7 +141,10 @@ def test_cache_commands(tmp_path: Path) -> None:
     (folder / "one.snap").write_bytes(b"x" * 1000)
     place = ("--cache-dir", str(tmp_path / "prefix"))
     assert fermion("cache", "size", *place).stdout == "1000\n"
-    assert "abababababababab       1 snapshots" in fermion("cache", "list", *place).stdout
+    listing = fermion("cache", "list", *place).stdout
+    assert listing.startswith(f"{tmp_path / 'prefix'}: 1 model\nabababababababab       1 snapshots")
+    not_one = fermion("cache", "list", "--cache-dir", str(folder / "one.snap"))
+    assert (not_one.returncode, not_one.stderr.endswith("one.snap: Not a directory\n")) == (2, True)
     (listed,) = json.loads(fermion("cache", "list", "--json", *place).stdout)["folders"]
     assert (listed["fingerprint"], listed["nbytes"]) == ("ab" * 32, 1000)
     named = {"FERMION_CACHE_DIR": str(tmp_path / "prefix")}

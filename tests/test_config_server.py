@@ -163,6 +163,21 @@ def test_origins_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings({}).cors_origins == ("http://a", "http://b")
 
 
+@pytest.mark.parametrize("origin", ["foo", "https://a/", "https://a/b", "localhost:3000", "https://*.a"])
+def test_origins_that_no_browser_sends_are_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--cors-origins '.*': expected \* or origins like https://host:port"):
+        load_settings({"cors_origins": f"http://b,{origin}"})
+    assert load_settings({"cors_origins": "*, null,moz-extension://ab-cd"}).cors_origins[1:] == (
+        "null",
+        "moz-extension://ab-cd",
+    )
+
+
+def test_complaints_are_in_our_words() -> None:
+    with pytest.raises(ConfigError, match=r"^--cache-ram 'lots': expected a size with its unit"):
+        load_settings({"cache_ram": "lots"})
+
+
 def test_the_served_name_follows_the_model(tmp_path: Path) -> None:
     assert load_settings({}).server_config().served_model_name == "fermion-demo"
     assert load_settings({}).model == DEMO_CHECKPOINT

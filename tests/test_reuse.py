@@ -18,7 +18,7 @@ from tiny_models import add_turn_token, packed_checkpoint
 from engine.config import CacheSettings, EngineConfig, ModelConfig
 from engine.core import CacheOptions, CacheReport, GenerationRequest, Progress, Prompt, SamplingParams, TokenResult
 from engine.engine import Engine
-from engine.errors import Cancelled, ConfigError, RequestError
+from engine.errors import Cancelled, ConfigError, OutOfMemory, RequestError
 from engine.reuse import _RULES, cache_bytes, clear_folders, list_folders
 from engine.weights import load_weights
 from prefix_cache import policy
@@ -425,6 +425,36 @@ def test_pins_have_a_limit(load: Load) -> None:
     assert refused
     assert refused[0].code == "pin_limit"
     assert "pinned snapshots would need" in str(refused[0])
+
+
+def test_memory_that_cannot_be_had_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutOfMemory, match=rf"{1 << 50} of them for the prefix cache \(cache_ram\)"):
+        load(ram=1 << 50)
+    monkeypatch.setattr("engine.placement.available_bytes", lambda: 1 << 62)
+    with pytest.raises(
+        ConfigError, match=rf"cannot work with {1 << 60} bytes of memory: {1 << 60} bytes cannot"
+    ):
+        load(ram=1 << 60)
+
+
+def test_the_log_says_where_snapshots_go(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(directory: Path, disk: int | None = 1 << 30) -> str:
+        caplog.clear()
+        with caplog.at_level("INFO"), Engine.load(checkpoint, config(cache=CacheSettings(RAM, disk, directory))):
+            pass
+        return caplog.messages[-1]
+
+    place = tmp_path / "cache"
+    assert said(place).endswith(f", 1.0 GiB in {place}.")
+    with Engine.load(checkpoint, config(cache=CacheSettings(RAM, 1 << 30, place))):
+        assert said(place).endswith(f", {place} read only (another process writes this directory).")
+    (tmp_path / "file").touch()
+    assert said(tmp_path / "file").endswith("nothing on disk.")
+    monkeypatch.setattr("engine.reuse.default_disk_bytes", lambda directory: 0)
+    assert said(place, None).endswith("nothing on disk.")
+    assert f"the file system of {place} has no room" in caplog.text
 
 
 def test_too_little_memory(load: Load, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,22 @@ from engine.convert.prune import Selection, select
 from engine.errors import ConfigError, FermionError
 
 Source = Annotated[Path, typer.Argument(help="Directory of published safetensors, or (first) GGUF file.")]
+AnySource = Annotated[
+    Path, typer.Argument(help="Directory of published safetensors, converted checkpoint, or (first) GGUF file.")
+]
 Destination = Annotated[Path, typer.Argument(help="Checkpoint directory to create.")]
 Recipe = Annotated[
-    str, typer.Option(help="size: 4 bits; balanced, quality: sensitive matrices in F16; float: all F32.")
+    str | None,
+    typer.Option(
+        help="size: 4 bits; balanced, quality: sensitive matrices in F16; float: all F32. (default: size)",
+        show_default=False,
+    ),
 ]
 CalibrationFile = Annotated[
     Path | None, typer.Option("--calibration", help="Statistics from the calibrate command: better quantisation.")
 ]
 VisionFile = Annotated[Path | None, typer.Option(help="GGUF file of the vision tower (mmproj).")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write no checkpoint.")]
 Plots = Annotated[Path | None, typer.Option(help="Directory for charts (PNG).")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads; default: every usable CPU.")]
 
@@ -35,7 +42,7 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Worker threads; defaul
 def convert(
     source: Source,
     destination: Destination,
-    recipe: Recipe = "size",
+    recipe: Recipe = None,
     calibration: CalibrationFile = None,
     vision_file: VisionFile = None,
     dry_run: DryRun = False,
@@ -49,15 +56,18 @@ def convert(
 
 
 def prune(
-    source: Source,
+    source: AnySource,
     destination: Destination,
     keep: Annotated[int | None, typer.Option(min=1, help="Experts to keep in every layer.")] = None,
     ratio: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Or: the share of experts to drop.")] = None,
-    calibration: CalibrationFile = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Statistics from the calibrate command: they choose the experts, and round what is packed."),
+    ] = None,
     selection: Annotated[Path | None, typer.Option(help="Reuse a saved choice of experts.")] = None,
     save_selection: Annotated[Path | None, typer.Option(help="Save the choice of experts (JSON).")] = None,
     plots: Plots = None,
-    recipe: Recipe = "size",
+    recipe: Recipe = None,
     vision_file: VisionFile = None,
     dry_run: DryRun = False,
     threads: Threads = None,

@@ -23,6 +23,7 @@ from engine.convert.safetensors import read_checkpoint
 from engine.convert.source_config import Json, dump_json, geometry, is_tied, load_config, load_json, untied
 from engine.convert.writer import ProgressReport, plan_bytes, write_checkpoint
 from engine.errors import ConfigError, ModelFileError
+from engine.json_file import read_json_object
 from engine.placement import check_threads
 
 COPIED_FILES = (
@@ -49,11 +50,12 @@ class Conversion:
 class Options:
     """What may be asked of a conversion.
 
-    recipe: a name of `recipes.RECIPES`; a fermion checkpoint as source keeps the forms it has. selection: experts to
+    recipe: a name of `recipes.RECIPES`, None: `size`; a fermion checkpoint as source keeps the forms it has, and none
+    can be asked for. selection: experts to
     keep. calibration: input statistics for the quantiser. vision_file: the GGUF file of the vision tower.
     """
 
-    recipe: str = "size"
+    recipe: str | None = None
     selection: Selection | None = None
     calibration: Calibration | None = None
     vision_file: Path | None = None
@@ -62,7 +64,7 @@ class Options:
 def prepare(source: Path, options: Options) -> Conversion:
     """Reads headers and configuration only. source: a directory of safetensors, or a GGUF file (of several: the
     first). Raises ModelFileError for anything not understood, ConfigError for options that do not fit."""
-    if options.recipe not in RECIPES:
+    if options.recipe is not None and options.recipe not in RECIPES:
         raise ConfigError(f"recipe {options.recipe!r}: expected one of {', '.join(RECIPES)}")
     notes: list[str] = []
     if source.suffix == ".gguf":
@@ -74,8 +76,14 @@ def prepare(source: Path, options: Options) -> Conversion:
     plan = _plan(source, opened, options)
     side_files = dict(opened.side_files)
     side_files["config.json"] = dump_json(_converted_config(opened.config, plan, options, notes))
-    wanted = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
-    notes += [f"the source has no {name}, so the checkpoint has none" for name in wanted if name not in side_files]
+    wanted = ["tokenizer.json", "chat_template.jinja", "generation_config.json"]
+    if any(tensor.name.startswith("model.visual.") for tensor in plan.tensors):
+        wanted.append("preprocessor_config.json")
+    notes += [
+        f"the source has no {name}, so the checkpoint has none: it cannot be served until the file is put there"
+        for name in wanted
+        if name not in side_files
+    ]
     return Conversion(plan, side_files, options.calibration, tuple(notes))
 
 
@@ -128,7 +136,10 @@ def _plan(source: Path, opened: _Opened, options: Options) -> Plan:
         shapes = replace(shapes, num_experts=options.selection.kept)
     elif opened.fixed_format is not None:
         raise ConfigError(f"{source} is a converted checkpoint already: there is nothing to do but to prune it")
-    return build_plan(provider, shapes, opened.fixed_format or RECIPES[options.recipe], tied=is_tied(opened.config))
+    if opened.fixed_format is not None and options.recipe is not None:
+        raise ConfigError(f"recipe {options.recipe}: {source} is converted already, and its weights keep their forms")
+    forms = opened.fixed_format or RECIPES[options.recipe or "size"]
+    return build_plan(provider, shapes, forms, tied=is_tied(opened.config))
 
 
 def run(conversion: Conversion, destination: Path, *, threads: int | None, progress: ProgressReport) -> None:
@@ -209,6 +220,8 @@ def _side_files(source: Path) -> dict[str, bytes]:
         if path.is_file():
             if path.stat().st_size > MAX_SIDE_FILE_BYTES:
                 raise ModelFileError(f"{path}: {path.stat().st_size} bytes, at most {MAX_SIDE_FILE_BYTES} accepted")
+            if path.suffix == ".json":
+                read_json_object(path, MAX_SIDE_FILE_BYTES)  # refused now, not by the server after hours of work
             files[name] = path.read_bytes()
     if "chat_template.jinja" not in files and "tokenizer_config.json" in files:
         template = load_json(source / "tokenizer_config.json").get("chat_template")

@@ -60,20 +60,29 @@ def write_checkpoint(
     """
     check_destination(destination)
     partial = destination.with_name(destination.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    with _locked_journal(partial) as journal:
-        try:
+    is_new = not partial.exists()
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{partial} cannot be made: {error.strerror}") from error
+    try:
+        with _locked_journal(partial) as journal:
             _write_data(partial, journal, plan, calibration, threads, progress)
-        except ModelFileError:
+            for name, content in side_files.items():
+                (partial / name).write_bytes(content)
+            (partial / JOURNAL_NAME).unlink()
+            _sync_directory(partial)
+            partial.rename(destination)
+    except ModelFileError:
+        shutil.rmtree(partial)
+        raise
+    except ConfigError:
+        # Refused before anything was written.
+        if is_new:
             shutil.rmtree(partial)
-            raise
-        except OSError as error:
-            raise ConfigError(f"{partial}: writing failed ({error.strerror}); run again to continue") from error
-        for name, content in side_files.items():
-            (partial / name).write_bytes(content)
-        (partial / JOURNAL_NAME).unlink()
-        _sync_directory(partial)
-        partial.rename(destination)
+        raise
+    except OSError as error:
+        raise ConfigError(f"{partial}: writing failed ({error.strerror}); run again to continue") from error
     _sync_directory(destination.parent)
 
 

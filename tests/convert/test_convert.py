@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -233,6 +234,40 @@ def test_full_disk_is_found_out_first(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(writer, "SPARE_BYTES", 1 << 60)
     with pytest.raises(ConfigError, match="bytes free"):
         convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_destination_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/dst\.partial cannot be made: Not a directory"):
+        convert.run(convert.prepare(source, Options()), tmp_path / "file" / "dst", threads=1, progress=quiet)
+
+
+def test_full_disk_at_the_last_file_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(ConfigError, match=r"No space left on device\); run again to continue"):
+            convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=quiet)
+    convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=quiet)
+    assert (tmp_path / "dst" / "config.json").exists()
+
+
+def test_small_files_are_checked_before_the_work(tmp_path: Path) -> None:
+    source = tiny.write_checkpoint(tmp_path / "src", tiny.random_weights(), tiny.config())
+    (source / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(ModelFileError, match=r"generation_config\.json: not JSON"):
+        convert.prepare(source, Options())
+    (source / "generation_config.json").unlink()
+    for name in ("generation_config.json", "preprocessor_config.json"):
+        (source / name).unlink(missing_ok=True)
+        (note,) = [note for note in convert.prepare(source, Options()).notes if name in note]
+        assert "cannot be served until" in note
 
 
 class StoppedError(Exception):

@@ -100,6 +100,8 @@ def test_converted_source_without_selection_is_refused(tmp_path: Path) -> None:
     convert.run(convert.prepare(source, Options()), tmp_path / "dst", threads=1, progress=quiet)
     with pytest.raises(ConfigError, match="converted checkpoint already"):
         convert.prepare(tmp_path / "dst", Options())
+    with pytest.raises(ConfigError, match=r"recipe quality: .* is converted already"):
+        convert.prepare(tmp_path / "dst", Options(recipe="quality", selection=choice()))
 
 
 def test_selection_file_round_trip(tmp_path: Path) -> None:
