@@ -431,9 +431,7 @@ def test_memory_that_cannot_be_had_is_named(load: Load, monkeypatch: pytest.Monk
     with pytest.raises(OutOfMemory, match=rf"{1 << 50} of them for the prefix cache \(cache_ram\)"):
         load(ram=1 << 50)
     monkeypatch.setattr("engine.placement.available_bytes", lambda: 1 << 62)
-    with pytest.raises(
-        ConfigError, match=rf"cannot work with {1 << 60} bytes of memory: {1 << 60} bytes cannot"
-    ):
+    with pytest.raises(ConfigError, match=rf"cannot work with {1 << 60} bytes of memory: {1 << 60} bytes cannot"):
         load(ram=1 << 60)
 
 
