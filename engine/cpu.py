@@ -15,7 +15,7 @@ import numpy as np
 from engine import _simd
 from engine._simd import ffi, lib
 from engine.config import SIMD_TIERS, EngineConfig, LayerType
-from engine.core import Float32Array, Int32Array
+from engine.core import Float32Array, Int32Array, UInt8Array
 from engine.errors import ConfigError, KernelError, OutOfMemory
 from engine.formats import dequantize_q4
 from engine.profiler import OperationCost
@@ -192,6 +192,13 @@ class CpuEngine:
     def pool(self) -> Any:
         """The engine's threads (fm_pool in C), for work between its calls. Gone when it is closed."""
         return lib.fm_engine_pool(self._live())
+
+    def copy(self, pieces: Sequence[tuple[UInt8Array, UInt8Array]]) -> None:
+        """Copy between arrays with all threads, between passes: (target, source) of equal size each, uint8 [n]."""
+        to = ffi.new("void *[]", [ffi.from_buffer(target, require_writable=True) for target, _ in pieces])
+        out_of = ffi.new("void *[]", [ffi.from_buffer(source) for _, source in pieces])
+        sizes = ffi.new("size_t[]", [target.nbytes for target, _ in pieces])
+        lib.fm_snapshot_copy(self.pool, len(pieces), to, ffi.cast("const void **", out_of), sizes)
 
     def _live(self) -> Any:
         if self._engine == ffi.NULL:

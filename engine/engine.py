@@ -71,7 +71,7 @@ class Engine:
                 pictures, card = PictureRows(tower), card + seen
             # The model has pinned this thread; the cache's would inherit that and share the one processor.
             with _running_on(allowed):
-                cache = ModelCache(weights, config, kept_bytes, card) if kept_bytes else None
+                cache = ModelCache(weights, config, kept_bytes, model.cpu, card) if kept_bytes else None
         except BaseException:
             if pictures is not None:
                 pictures.close()

@@ -33,6 +33,7 @@ _PIECE = 32 * HUGE_PAGE  # copied at once: what is there twice at most
 _ENOUGH = 0.95  # share of huge pages from which a copy gains nothing
 _SAMPLES = 1024  # pages whose node is asked for
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,12 @@ def report(data: UInt8Array) -> MemoryReport:
         placed = nodes[nodes >= 0]
         found = {int(node): float((placed == node).mean()) for node in np.unique(placed)}
     return MemoryReport(data.nbytes, float(resident.mean()), huge / rss if rss else 0.0, found)
+
+
+def touch(memory: UInt8Array) -> None:
+    """Have the system put memory behind an array that nobody has written to. Its bytes stay as they are, also those
+    that other threads write meanwhile."""
+    lib.fm_snapshot_touch(ffi.from_buffer(memory, require_writable=True), memory.nbytes, _POPULATE_WRITE)
 
 
 def _copy(descriptor: int, mapped: mmap.mmap, nodes: tuple[int, ...]) -> mmap.mmap:

@@ -22,8 +22,9 @@ from engine import vision as vision_module
 from engine import weights as weights_module
 from engine.config import CacheSettings, EngineConfig
 from engine.core import CacheEntry, CacheOptions, CacheReport, Prompt, UInt8Array
-from engine.cpu import build_digest, resolve_tier
+from engine.cpu import CpuEngine, build_digest, resolve_tier
 from engine.errors import ConfigError, RequestError
+from engine.memory import touch
 from engine.model import PausedPass
 from engine.placement import spare_bytes
 from engine.segments import CardRule, segments, stretches
@@ -128,18 +129,19 @@ class ModelCache:
     interrupted: the last pass that was left in its middle, until it is taken up again.
     """
 
-    def __init__(self, weights: Weights, config: EngineConfig, ram_bytes: int, card: str = "") -> None:
-        """Opens the disk tier and starts the thread that writes to it: on whatever processors the caller may use.
+    def __init__(self, weights: Weights, config: EngineConfig, ram_bytes: int, cpu: CpuEngine, card: str = "") -> None:
+        """Opens the disk tier and starts the cache's threads: on whatever processors the caller may use.
 
-        config.cache is set. card: names everything about a card that decides bits, empty without one. ConfigError if
-        ram_bytes cannot hold one snapshot.
+        config.cache is set. cpu: its threads copy states. card: names everything about a card that decides bits, empty
+        without one. ConfigError if ram_bytes cannot hold one snapshot.
         """
         assert config.cache is not None
         geometry = Geometry(page_bytes(weights.config, _kv_f32(config)), recurrent_bytes(weights.config))
         disk = _disk(config.cache)
         try:
             settings = CacheConfig(ram_bytes, disk, _CUTS)
-            self.prefix = PrefixCache(settings, _fingerprint(weights, config, card), geometry)
+            digest = _fingerprint(weights, config, card)
+            self.prefix = PrefixCache(settings, digest, geometry, copy=cpu.copy, touch=touch)
         except CacheError as error:
             raise ConfigError(f"the prefix cache cannot work with {ram_bytes} bytes of memory: {error}") from None
         self.interrupted: Interrupted | None = None

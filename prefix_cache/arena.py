@@ -7,7 +7,7 @@ not necessarily adjacent, so nothing ever fragments. A block is reserved before 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +16,29 @@ from .key import CacheError
 
 UInt8Array = npt.NDArray[np.uint8]
 
+Pieces = Sequence[tuple[UInt8Array, UInt8Array]]
+"""What is to be copied: (target, source) each, of equal size."""
+
+_TOUCHED_AT_ONCE = 16 << 20  # between two looks at what is wanted: 5 ms, and 60 where memory is slow to come
+
 
 class Arena:
     """`capacity_bytes // block_bytes` blocks of `block_bytes` bytes (a multiple of 64: every block is aligned so).
 
-    Pages of the operating system are committed as blocks are first written. Not thread-safe: the cache's lock
-    guards reserve and release; views of reserved blocks may be filled outside it.
+    Pages of the operating system are committed as blocks are first written, or ahead of that by `prepare`. Not
+    thread-safe: the cache's lock guards reserve and release; views of reserved blocks may be filled outside it, and one
+    thread at a time may prepare.
+    ahead: free blocks that should always be ready to be written.
     """
 
-    def __init__(self, block_bytes: int, capacity_bytes: int) -> None:
+    def __init__(self, block_bytes: int, capacity_bytes: int, ahead: int = 0) -> None:
         if block_bytes <= 0 or block_bytes % 64:
             raise CacheError(f"block_bytes is {block_bytes}, expected a positive multiple of 64")
         self.block_bytes = block_bytes
         self.blocks = capacity_bytes // block_bytes
         if self.blocks < 1:
             raise CacheError(f"RAM capacity of {capacity_bytes} bytes holds no block of {block_bytes} bytes")
+        self.ahead = ahead
         # Small pages on purpose: making a huge one ready stops the prefill that needs it for far longer.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
@@ -39,28 +47,33 @@ class Arena:
             reason = error.strerror if isinstance(error, OSError) else "more than can be addressed"
             raise CacheError(f"{capacity_bytes} bytes cannot be had: {reason}") from None
         self._memory: UInt8Array = np.frombuffer(self._map, dtype=np.uint8).reshape(self.blocks, block_bytes)
-        self._free = list(range(self.blocks - 1, -1, -1))
+        self._returned: list[int] = []  # free, and written before: taken first
+        self._fresh = 0  # this block and those behind it were never reserved
+        self._prepared_bytes = 0  # of the arena, from its start
         self._used = bytearray(self.blocks)
         self.high_water = 0
 
     @property
     def free(self) -> int:
         """Blocks that are not reserved."""
-        return len(self._free)
+        return len(self._returned) + self.blocks - self._fresh
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved now, copies in flight included."""
-        return (self.blocks - len(self._free)) * self.block_bytes
+        return (self.blocks - self.free) * self.block_bytes
 
     def reserve(self, count: int) -> list[int] | None:
         """`count` blocks, or None (and no change) when fewer are free."""
-        if count > len(self._free):
+        if count > self.free:
             return None
-        taken = [self._free.pop() for _ in range(count)]
+        again = min(count, len(self._returned))
+        taken = [self._returned.pop() for _ in range(again)]
+        taken += range(self._fresh, self._fresh + count - again)
+        self._fresh += count - again
         for block in taken:
             self._used[block] = 1
-        self.high_water = max(self.high_water, self.blocks - len(self._free))
+        self.high_water = max(self.high_water, self.blocks - self.free)
         return taken
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -68,7 +81,30 @@ class Arena:
         for block in blocks:
             assert self._used[block], f"block {block} released twice"
             self._used[block] = 0
-            self._free.append(block)
+            self._returned.append(block)
+
+    def prepare(self, touch: Callable[[UInt8Array], None]) -> bool:
+        """Make some memory ready that is to be written next. touch: has the system put memory behind an array, whose
+        bytes stay as they are, also those that other threads write meanwhile. False: as much is ready as should be."""
+        begin, end = self._unprepared()
+        if begin >= end:
+            return False
+        end = min(end, begin + _TOUCHED_AT_ONCE)
+        touch(self._memory.reshape(-1)[begin:end])
+        self._prepared_bytes = end
+        return True
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether as much is ready as should be."""
+        begin, end = self._unprepared()
+        return begin >= end
+
+    def _unprepared(self) -> tuple[int, int]:
+        """Where what should be ready and is not begins and ends, in bytes."""
+        fresh = self._fresh
+        ahead = max(0, self.ahead - len(self._returned))
+        return max(self._prepared_bytes, fresh * self.block_bytes), min(self.blocks, fresh + ahead) * self.block_bytes
 
     def view(self, block: int) -> UInt8Array:
         """Writable uint8 [block_bytes] view of one reserved block."""
@@ -76,48 +112,49 @@ class Arena:
         view: UInt8Array = self._memory[block]
         return view
 
+    def views(self, blocks: Sequence[int], nbytes: int) -> list[UInt8Array]:
+        """Writable views of reserved blocks that hold `nbytes` together, the last one cut."""
+        found = [self.view(block) for block in blocks]
+        if found:
+            found[-1] = found[-1][: nbytes - (len(blocks) - 1) * self.block_bytes]
+        return found
+
     def is_used(self, block: int) -> bool:
         """Whether the block is reserved."""
         return bool(self._used[block])
 
 
-def scatter(sources: Iterable[npt.NDArray[np.generic]], targets: list[UInt8Array], expected: int) -> None:
-    """Copy the concatenation of `sources` (C-contiguous arrays) over `targets` in order.
+def pieces(
+    targets: Iterable[npt.NDArray[np.generic]], sources: Iterable[npt.NDArray[np.generic]], expected: int
+) -> Pieces:
+    """How to copy the concatenation of `sources` over that of `targets`: C-contiguous arrays, the targets writable.
 
-    Raises CacheError unless exactly `expected` bytes arrive.
+    Raises CacheError unless both have exactly `expected` bytes.
     """
-    index, offset, total = 0, 0, 0
-    for source in sources:
-        data = np.frombuffer(source.data.cast("B"), dtype=np.uint8)
-        total += data.size
-        if total > expected:
-            break
-        done = 0
-        while done < data.size:
-            count = min(data.size - done, targets[index].size - offset)
-            targets[index][offset : offset + count] = data[done : done + count]
-            done += count
-            offset += count
-            if offset == targets[index].size:
-                index, offset = index + 1, 0
-    if total != expected:
-        raise CacheError(f"payload has {total} bytes or more, expected {expected}")
+    into, out_of = [as_bytes(a) for a in targets], [as_bytes(a) for a in sources]
+    for name, arrays in (("place for a payload", into), ("payload", out_of)):
+        total = sum(a.size for a in arrays)
+        if total != expected:
+            raise CacheError(f"{name} has {total} bytes, expected {expected}")
+    found: list[tuple[UInt8Array, UInt8Array]] = []
+    rest = iter(into)
+    target = np.empty(0, np.uint8)
+    for source in out_of:
+        while source.size:
+            if not target.size:
+                target = next(rest)
+            count = min(source.size, target.size)
+            found.append((target[:count], source[:count]))
+            target, source = target[count:], source[count:]
+    return found
 
 
-def gather(sources: list[UInt8Array], targets: Iterable[npt.NDArray[np.generic]], expected: int) -> None:
-    """Inverse of `scatter`: fill C-contiguous writable arrays from blocks. Raises CacheError on a size mismatch."""
-    arrays = list(targets)
-    total = sum(a.nbytes for a in arrays)
-    if total != expected:
-        raise CacheError(f"restore targets have {total} bytes, expected {expected}")
-    index, offset = 0, 0
-    for array in arrays:
-        data = np.frombuffer(array.data.cast("B"), dtype=np.uint8)
-        done = 0
-        while done < data.size:
-            count = min(data.size - done, sources[index].size - offset)
-            data[done : done + count] = sources[index][offset : offset + count]
-            done += count
-            offset += count
-            if offset == sources[index].size:
-                index, offset = index + 1, 0
+def copy_pieces(pieces: Pieces) -> None:
+    """Copy, in this thread."""
+    for target, source in pieces:
+        target[...] = source
+
+
+def as_bytes(array: npt.NDArray[np.generic]) -> UInt8Array:
+    """The memory of a C-contiguous array, uint8 [nbytes]."""
+    return np.frombuffer(array.data.cast("B"), dtype=np.uint8)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import loader, lookup
-from .arena import gather, scatter
+from .arena import Pieces, UInt8Array, as_bytes, copy_pieces, pieces
 from .config import CacheConfig
 from .disk import DiskTier
 from .eviction import LearnedHazard, Scorer
@@ -26,6 +26,7 @@ from .index import Index
 from .integrity import check
 from .key import PAGE_TOKENS, CacheError, PromptKey
 from .persist import Writer, attach
+from .prepare import Preparer
 from .snapshot import EXACT, Entry, Geometry, Kind, Node, RamCopy, Root, StateSource, page_chain, read_only
 from .stats import MissReason, Outcome, Stats, Tier
 
@@ -62,7 +63,7 @@ class Lease:
         self.exact_tokens = entry.position if exact == EXACT else exact * PAGE_TOKENS
         self.pages = [read_only(arena.view(p.block)) for p in page_chain(copy.leaf)]
         self.tail = None if copy.tail is None else read_only(arena.view(copy.tail))
-        self._recurrent = [arena.view(block) for block in copy.recurrent]
+        self._recurrent = cache._index.payload_views(copy.recurrent)
 
     def restore(self, targets: Iterable[npt.NDArray[np.generic]]) -> None:
         """Fill C-contiguous arrays with the recurrent payload, in the order `StateSource.recurrent` gave it.
@@ -70,7 +71,8 @@ class Lease:
         Raises CacheError if the targets' bytes differ from the geometry's recurrent_bytes.
         """
         assert not self._released, "lease used after release"
-        gather(self._recurrent, targets, self._cache.geometry.recurrent_bytes)
+        nbytes = self._cache.geometry.recurrent_bytes
+        self._cache._copy(pieces(targets, self._recurrent, nbytes))
 
     def inherit_shadow(self) -> int:
         """Tokens computed ahead of demand for this snapshot that nobody has asked for yet. They are the caller's from
@@ -145,7 +147,7 @@ class Parked:
                 return False
             index.parked = None
         try:
-            gather([index.arena.view(block) for block in self.blocks], targets, self._nbytes)
+            self._cache._copy(pieces(targets, index.arena.views(self.blocks, self._nbytes), self._nbytes))
         finally:
             with index.lock:
                 index.arena.release(self.blocks)
@@ -175,7 +177,8 @@ class PrefixCache:
     """The position-indexed snapshot cache. Thread-safe.
 
     config, geometry: sizes. fingerprint: 32 bytes of `key.fingerprint`; only its namespaces reach the disk.
-    scorer: eviction rule; files, clock: the system's unless a test injects faults.
+    scorer: eviction rule; files, clock: the system's unless a test injects faults. copy: copies what snapshots are made
+    of, in the threads that store, park and restore. touch: see `Arena.prepare`; None: memory is found when written.
     Raises CacheError if the arena cannot hold one snapshot.
     """
 
@@ -188,12 +191,16 @@ class PrefixCache:
         scorer: Scorer | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
+        copy: Callable[[Pieces], None] = copy_pieces,
+        touch: Callable[[UInt8Array], None] | None = None,
     ) -> None:
         self.config, self.geometry, self.fingerprint = config, geometry, fingerprint
         self.stats = Stats()
         self.flights = Flights()
         self._index = Index(config, fingerprint, geometry, scorer or LearnedHazard(), self.stats)
         self._writer = Writer(self._index, clock)
+        self._copy = copy
+        self._preparer = None if touch is None else Preparer(self._index.arena, touch)
         if config.disk is not None:
             disk = self._index.disk = DiskTier(config.disk, fingerprint, geometry, self.stats, files, clock)
             disk.open()
@@ -204,8 +211,10 @@ class PrefixCache:
     # ---- life ----
 
     def start(self) -> None:
-        """Start the thread that writes snapshots to disk behind the requests."""
+        """Start the threads that write snapshots to disk behind the requests and have memory ready before them."""
         self._writer.start()
+        if self._preparer is not None:
+            self._preparer.start()
 
     def flush(self, limit_s: float = float("inf")) -> None:
         """Write all waiting snapshots now, for at most about `limit_s` seconds."""
@@ -214,6 +223,8 @@ class PrefixCache:
     def close(self, flush_s: float = _FLUSH_S) -> None:
         """Write what is waiting, for at most about `flush_s` seconds, and release the directory."""
         self._writer.stop()
+        if self._preparer is not None:
+            self._preparer.stop()
         if self._index.disk is not None:
             self._writer.flush(flush_s)
             self._index.disk.close()
@@ -273,6 +284,8 @@ class PrefixCache:
                     self.stats.shadow_used_tokens += entry.shadow_tokens
                     entry.shadow_tokens = 0
                     self._count(outcome)
+            if tier is Tier.DISK:
+                self._look_ahead()
             return outcome, Lease(self, entry, copy)
         with self._index.lock:
             outcome = lookup.outcome(key, found, None, None, 0.0, lookup.reason(self._index, key, found, None, failure))
@@ -324,6 +337,7 @@ class PrefixCache:
             entry.shadow_tokens += shadow_tokens
             if entry in self._index.entries:
                 self._settle(entry)
+        self._look_ahead()
         return Stored.STORED
 
     def checkpoint(
@@ -333,6 +347,7 @@ class PrefixCache:
         that of the checkpoint which it replaces. None: there is a snapshot already, or no room. One that decoding took
         part in is replaced for good."""
         entry = self._take(key, source, Kind.CANCEL, position, exact_tokens, replaces, passing=True)
+        self._look_ahead()
         if not isinstance(entry, Stored):
             return Checkpoint(self, entry)
         if entry is Stored.EXISTS and replaces is not None:
@@ -357,11 +372,16 @@ class PrefixCache:
                 self._index.unref_copy(kept)
         if blocks is None:
             return None
-        scatter(arrays, [self._index.arena.view(block) for block in blocks], nbytes)
+        self._copy(pieces(self._index.arena.views(blocks, nbytes), arrays, nbytes))
         parked = Parked(self, blocks, nbytes)
         with self._index.lock:
             self._index.parked = parked
+        self._look_ahead()
         return parked
+
+    def _look_ahead(self) -> None:
+        if self._preparer is not None:
+            self._preparer.look()
 
     def shadow_computed(self, tokens: int) -> None:
         """Count tokens that were computed ahead of demand and are in a snapshot."""
@@ -411,13 +431,8 @@ class PrefixCache:
         page_blocks, rest = blocks[: count - first], blocks[count - first :]
         copied = False
         try:
-            for index, block in enumerate(page_blocks, first):
-                scatter([source.page(index)], [self._index.arena.view(block)], self.geometry.page_bytes)
             recurrent = rest[: self.geometry.recurrent_blocks]
-            views = self._index.payload_views(recurrent)
-            scatter(source.recurrent(), views, self.geometry.recurrent_bytes)
-            if tail:
-                scatter([source.page(count)], [self._index.arena.view(rest[-1])], self.geometry.page_bytes)
+            self._copy(self._pieces(source, first, page_blocks, recurrent, rest[-1] if tail else None))
             rope_delta = int(source.rope_delta)
             copied = True
         finally:
@@ -428,12 +443,13 @@ class PrefixCache:
                         self._index.unref_page(base)
         with self._index.lock:
             root = self._index.root(key.root, key.namespace.fingerprint, key.namespace.scope_tag())
-            nodes = [root.node]
-            for index in range(count):
-                nodes.append(self._index.child(nodes[-1], key.page_key(index)))
-            node = nodes[-1]
+            node = root.node if base is None else base.node
+            added: list[Node] = []
+            for index in range(first, count):
+                node = self._index.child(node, key.page_key(index))
+                added.append(node)
             entry = Entry(node, tail_key, position, kind, exact_pages, rope_delta, self._index.requests, time.time())
-            leaf = self._index.publish_pages(base, nodes[1:], entry.variant, first, page_blocks)
+            leaf = self._index.publish_pages(base, added, entry.variant, first, page_blocks)
             entry.ram = RamCopy(leaf, recurrent, rest[-1] if tail else None)
             old = (node.entries or {}).get(tail_key)
             if old is not None:
@@ -448,6 +464,20 @@ class PrefixCache:
                 self._settle(entry)
                 return Stored.STORED
         return entry
+
+    def _pieces(
+        self, source: StateSource, first: int, page_blocks: list[int], recurrent: list[int], tail: int | None
+    ) -> Pieces:
+        """What a snapshot copies of its source: pages from `first` on, the recurrent payload, the tail page."""
+        geometry, arena = self.geometry, self._index.arena
+        found: list[tuple[UInt8Array, UInt8Array]] = []
+        for index, block in enumerate(page_blocks if tail is None else [*page_blocks, tail], first):
+            page = as_bytes(source.page(index))
+            if page.size != geometry.page_bytes:
+                raise CacheError(f"KV page {index} has {page.size} bytes, expected {geometry.page_bytes}")
+            found.append((arena.view(block), page))
+        found += pieces(self._index.payload_views(recurrent), source.recurrent(), geometry.recurrent_bytes)
+        return found
 
     def _keeps_existing(self, key: PromptKey, nodes: list[Node], tail_key: bytes, exact_pages: int) -> bool:
         root = self._index.roots.get(key.root)

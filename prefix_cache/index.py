@@ -15,7 +15,8 @@ from .arena import Arena, UInt8Array
 from .config import CacheConfig
 from .disk import DiskTier
 from .eviction import Scorer
-from .key import CacheError, PromptKey, page_digest
+from .key import PAGE_TOKENS, CacheError, PromptKey, page_digest
+from .policy import SEGMENT_TOKENS
 from .snapshot import DiskPage, Entry, Geometry, Ghost, Node, Pack, RamCopy, RamPage, Root
 from .stats import Stats
 
@@ -44,7 +45,8 @@ class Index:
         self.config, self.fingerprint, self.geometry, self.scorer, self.stats = (
             config, fingerprint, geometry, scorer, stats,
         )  # fmt: skip
-        self.arena = Arena(geometry.page_bytes, config.ram_bytes)
+        ahead = geometry.recurrent_blocks + 1 + SEGMENT_TOKENS // PAGE_TOKENS  # one snapshot and the pages before it
+        self.arena = Arena(geometry.page_bytes, config.ram_bytes, ahead)
         if geometry.recurrent_blocks + 1 > self.arena.blocks:
             raise CacheError(
                 f"ram_bytes is {config.ram_bytes}, one snapshot needs "
@@ -141,11 +143,11 @@ class Index:
     ) -> RamPage | None:
         """Make copied pages part of the index; returns the leaf with one reference for the caller's snapshot.
 
-        The reference that `ram_base` took on `base` is consumed.
+        nodes, blocks: of the pages from `first` on. The reference that `ram_base` took on `base` is consumed.
         """
         leaf = base
-        for index, block in enumerate(blocks, first):
-            node, which = nodes[index], variant(index)
+        for index, (node, block) in enumerate(zip(nodes, blocks, strict=True), first):
+            which = variant(index)
             page = (node.ram or {}).get(which)
             if page is not None:  # another thread published the same page meanwhile
                 self.arena.release([block])

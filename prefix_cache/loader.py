@@ -80,7 +80,7 @@ def load(index: Index, entry: Entry, key: PromptKey) -> RamCopy | MissReason:
         index.stats.loaded_bytes += nbytes
         if nbytes >= _MIN_RATE_BYTES and seconds > 0:
             index.disk_rate += _RATE_WEIGHT * (nbytes / seconds - index.disk_rate)
-        leaf = index.publish_pages(base, [p.node for p in pages], entry.variant, first, page_blocks)
+        leaf = index.publish_pages(base, [p.node for p in pages[first:]], entry.variant, first, page_blocks)
         copy = RamCopy(leaf, rest[: index.geometry.recurrent_blocks], rest[-1] if has_tail else None)
         if entry in index.entries and entry.ram is None:
             entry.ram = copy

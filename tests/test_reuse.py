@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import random
 import shutil
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from engine.config import CacheSettings, EngineConfig, ModelConfig
 from engine.core import CacheOptions, CacheReport, GenerationRequest, Progress, Prompt, SamplingParams, TokenResult
 from engine.engine import Engine
 from engine.errors import Cancelled, ConfigError, OutOfMemory, RequestError
+from engine.memory import report
 from engine.reuse import _RULES, cache_bytes, clear_folders, list_folders
 from engine.weights import load_weights
 from prefix_cache import policy
@@ -561,3 +564,16 @@ def test_a_running_prefill_stays_inside_the_memory_of_the_cache(load: Load) -> N
         gauges: Any = engine.cache.gauges()
         assert gauges["ram_bytes"] <= gauges["ram_bytes_max"] <= gauges["ram_capacity_bytes"] <= 2 << 20
     assert all(entry.kind != "cancel" for entry in engine.cache.entries(None, 1000))
+
+
+def test_memory_for_the_next_snapshot_is_found_before_a_request_needs_it(load: Load) -> None:
+    engine = load(64 << 20)
+    arena: Any = engine.cache.prefix._index.arena  # type: ignore[union-attr]
+    end = time.monotonic() + 30
+    while not arena.is_prepared and time.monotonic() < end:
+        time.sleep(0.01)
+    ready = arena.ahead * arena.block_bytes
+    assert 0 < ready < 1 << 20  # a small part of the arena, of which the rest is not there
+    assert report(arena._memory.reshape(-1)).resident * (64 << 20) == -(-ready // mmap.PAGESIZE) * mmap.PAGESIZE
+    run(engine, request(turn(1, 400)))
+    assert integrity(engine) == []

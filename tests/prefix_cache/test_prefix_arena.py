@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from prefix_cache.arena import Arena, gather, scatter
+from prefix_cache.arena import Arena, copy_pieces, pieces
 from prefix_cache.key import CacheError
 
 
@@ -35,14 +35,13 @@ def test_capacity_below_one_block_is_refused():
         Arena(128, 100)
 
 
-def test_scatter_and_gather_are_inverse_over_odd_sizes():
+def test_pieces_there_and_back_are_inverse_over_odd_sizes():
     arena = Arena(64, 64 * 10)
-    views = [arena.view(b) for b in arena.reserve(4)]
-    views[-1] = views[-1][:9]
+    views = arena.views(arena.reserve(4), 201)
     source = [np.arange(7, dtype=np.float32), np.arange(60, dtype=np.float16), np.arange(53, dtype=np.uint8)]
-    scatter(source, views, 201)
+    copy_pieces(pieces(views, source, 201))
     back = [np.zeros_like(a) for a in source]
-    gather(views, back, 201)
+    copy_pieces(pieces(back, views, 201))
     for a, b in zip(source, back, strict=True):
         assert np.array_equal(a, b)
 
@@ -50,9 +49,41 @@ def test_scatter_and_gather_are_inverse_over_odd_sizes():
 @pytest.mark.parametrize("size", [0, 200, 202, 500])
 def test_wrong_payload_size_is_refused(size):
     arena = Arena(64, 64 * 10)
-    views = [arena.view(b) for b in arena.reserve(4)]
-    views[-1] = views[-1][:9]
+    views = arena.views(arena.reserve(4), 201)
     with pytest.raises(CacheError, match="expected 201"):
-        scatter([np.zeros(size, np.uint8)], views, 201)
+        pieces(views, [np.zeros(size, np.uint8)], 201)
     with pytest.raises(CacheError, match="expected 201"):
-        gather(views, [np.zeros(size, np.uint8)], 201)
+        pieces([np.zeros(size, np.uint8)], views, 201)
+
+
+def test_what_is_written_next_is_prepared_and_no_more():
+    block = 1 << 20
+    arena = Arena(block, 100 * block, ahead=20)
+    touched = []
+
+    def touch(memory):
+        touched.append((memory.ctypes.data - arena._memory.ctypes.data, memory.nbytes))
+
+    def prepared():
+        touched.clear()
+        while arena.prepare(touch):
+            pass
+        assert arena.is_prepared
+        return sum(size for _, size in touched) // block
+
+    assert not arena.is_prepared
+    assert prepared() == 20
+    assert [start for start, _ in touched] == [0, 16 * block]  # in pieces, so that it can be stopped
+    first = arena.reserve(20)
+    assert prepared() == 20
+    assert touched[0][0] == 20 * block
+    arena.release(first[:5])  # written before: ready
+    assert prepared() == 0
+    arena.reserve(7)
+    assert prepared() == 2
+    arena.reserve(50)  # more than was ready: what is written by now needs no touch
+    assert prepared() == 20
+    assert touched[0][0] == 72 * block
+    arena.reserve(arena.free)
+    assert prepared() == 0
+    assert arena.used_bytes == 100 * block
