@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -249,6 +250,9 @@ def serve(config: ServerConfig, engine_config: EngineConfig) -> int:
             "%s is running on http://%s:%d/v1", config.served_model_name, f"[{host}]" if ":" in host else host, port
         )
         worker.start()
+        # A terminal that is closed asks for the same as SIGTERM, unless nohup has it ignored.
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, server.handle_exit)
         try:
             server.run(sockets=[listener])
         finally:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from server.errors import ApiError, invalid
 from server.routes import Service
 from server.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest, parse_request
-from server.transport import read_body, send_json
+from server.transport import read_body, send_json, tenant_of
 
 
 class Tokenize:
@@ -101,12 +101,14 @@ class RequestState:
         worker = self._service.worker
         # Ids of answers are a word, a separator and the id of the request.
         job_id = scope["path_params"]["request"].replace("_", "-").rpartition("-")[2]
+        status = worker.status(job_id)
+        # Requests of other keys are not there, like their cached prompts.
+        if status is None or status.tenant != tenant_of(scope):
+            raise ApiError(404, "There is no such request, or it was over long ago.", code="request_not_found")
         job = worker.active_job(job_id)
         if scope["method"] == "DELETE" and job is not None:
             worker.cancel(job)
-        status = worker.status(job_id)
-        if status is None:
-            raise ApiError(404, "There is no such request, or it was over long ago.", code="request_not_found")
+            status = job.status()
         await send_json(
             send,
             {

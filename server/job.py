@@ -133,7 +133,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A snapshot of a job for those who ask. Times in seconds."""
+    """A snapshot of a job for those who ask. Times in seconds; tenant: see `Job`."""
 
     state: JobState
     prompt_tokens: int
@@ -142,6 +142,7 @@ class JobStatus:
     completion_tokens: int
     queue_s: float
     run_s: float
+    tenant: bytes = b""
 
 
 class Job:
@@ -150,11 +151,12 @@ class Job:
     Events are read on the event loop that made the job. Times are seconds of `time.monotonic`.
     """
 
-    def __init__(self, job_id: str, work: Work, digest: bytes = b"") -> None:
-        """digest: equal for repetitions of the same request by the same client."""
+    def __init__(self, job_id: str, work: Work, digest: bytes = b"", tenant: bytes = b"") -> None:
+        """digest: equal for repetitions of the same request by the same client. tenant: who may ask for it."""
         self.id = job_id
         self.work = work
         self.digest = digest
+        self.tenant = tenant
         self.state = JobState.QUEUED
         self.progress: Progress | None = None
         # Of the first choice: the others find what it has computed, which says nothing about the cache's use.
@@ -222,6 +224,7 @@ class Job:
             completion_tokens=self.completion_tokens,
             queue_s=started - self.created_at,
             run_s=now - started,
+            tenant=self.tenant,
         )
 
     async def next_event(self, timeout_s: float) -> JobEvent | None:

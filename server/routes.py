@@ -141,7 +141,7 @@ class Service:
         if (header(scope, b"x-stainless-retry-count") or b"0") != b"0":
             for orphan in self.worker.repetitions(digest):
                 self.worker.cancel(orphan)
-        return Job(record_of(scope).request_id, work, digest)
+        return Job(record_of(scope).request_id, work, digest, tenant_of(scope))
 
     def model_object(self) -> dict[str, Any]:
         """The entry of the models list."""

@@ -22,9 +22,10 @@ def served(
     *,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
+    end: signal.Signals = signal.SIGTERM,
 ) -> Iterator[str]:
-    """Run `command` (with FERMION_PORT=0) until its /health is good; gives http://127.0.0.1:PORT. Ends it by SIGTERM
-    and checks that it goes with exit code 0."""
+    """Run `command` (with FERMION_PORT=0) until its /health is good; gives http://127.0.0.1:PORT. Ends it by the signal
+    `end` and checks that it goes with exit code 0."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command,
@@ -36,7 +37,7 @@ def served(
         try:
             url = wait_until_ready(process, log.fileno(), time.monotonic() + timeout_s)
             yield url
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(end)
             assert process.wait(30) == 0, _text(log.fileno())
         finally:
             if process.poll() is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from served import chat, served
 
 from server.config import Settings, flag
 
@@ -121,6 +123,12 @@ def test_what_is_no_directory_is_not_looked_for_on_a_hub(command: str, tmp_path:
     assert "nothing is downloaded" in result.stderr
     (tmp_path / "model.gguf").touch()
     assert "is a file; expected" in fermion(command, str(tmp_path / "model.gguf")).stderr
+
+
+@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGINT])
+def test_interrupts_and_closed_terminals_end_the_server_in_order(end: signal.Signals) -> None:
+    with served([FERMION, "serve", "--no-cache"], end=end) as url:
+        assert chat(url, "Hello!")["choices"]
 
 
 def test_a_server_and_a_model_exclude_each_other(tmp_path: Path) -> None:

@@ -107,6 +107,22 @@ def test_state_of_requests(start_server: Starter) -> None:
     assert send(live, "GET", "/v1/requests/none").error["code"] == "request_not_found"
 
 
+def test_requests_of_other_keys_are_not_there(start_server: Starter) -> None:
+    live = start_server(api_keys=["a", "b"])
+    live.engine.layers, live.engine.layer_s = 20, 0.03
+    owner, other = ({"authorization": f"Bearer {key}"} for key in "ab")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, live, chat_body("first"), **owner)
+        (running,) = wait_until(lambda: request_ids(live))
+        path = f"/v1/requests/{running}"
+        for method in ("GET", "DELETE"):
+            assert send(live, method, path, headers=other).error["code"] == "request_not_found"
+        assert send(live, "GET", path, headers=owner).status == 200
+        assert answer.result().status == 200
+    assert send(live, "GET", path, headers=other).status == 404
+    assert send(live, "GET", path, headers=owner).json["state"] == "finished"
+
+
 def test_estimates_come_from_measured_speed(start_server: Starter) -> None:
     live = start_server(queue_size=1)
     live.engine.layers, live.engine.layer_s = 1, 1.2
