@@ -21,7 +21,6 @@ from .config import CacheConfig
 from .disk import DiskTier
 from .eviction import LearnedHazard, Scorer
 from .files import Files
-from .flight import Flights
 from .index import Index
 from .integrity import check
 from .key import PAGE_TOKENS, CacheError, PromptKey
@@ -196,7 +195,6 @@ class PrefixCache:
     ) -> None:
         self.config, self.geometry, self.fingerprint = config, geometry, fingerprint
         self.stats = Stats()
-        self.flights = Flights()
         self._index = Index(config, fingerprint, geometry, scorer or LearnedHazard(), self.stats)
         self._writer = Writer(self._index, clock)
         self._copy = copy
@@ -586,7 +584,6 @@ class PrefixCache:
                 "writes_waiting": len(self._index.waiting),
                 "prefill_tokens_per_s": self._index.prefill_rate,
                 "disk_bytes_per_s": self._index.disk_rate,
-                "flights": self.flights.active,
             }
 
     def check_integrity(self) -> list[str]:

@@ -163,3 +163,23 @@ class PromptKey:
         if not self.known_media:
             return self.raw[: 4 * PAGE_TOKENS * pages]
         return b"".join(self.page_key(i) for i in range(pages))
+
+
+def common_tokens(a: PromptKey, b: PromptKey) -> int:
+    """Length of the common cacheable prefix; 0 across namespaces. Pictures with other digests end it."""
+    if a.root != b.root:
+        return 0
+    n = min(a.limit, b.limit)
+    differ = np.flatnonzero(a.token_ids[:n] != b.token_ids[:n])
+    if differ.size:
+        n = int(differ[0])
+    for left, right in zip(a.media, b.media, strict=False):
+        if min(left.start, right.start) >= n:
+            break
+        if left != right:
+            return min(left.start, right.start)
+    longer = a.media if len(a.media) > len(b.media) else b.media
+    for span in longer[min(len(a.media), len(b.media)) :]:
+        if span.start < n:
+            return span.start
+    return n

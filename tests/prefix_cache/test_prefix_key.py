@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_cache import CacheError, MediaSpan, Namespace, PromptKey, fingerprint
-from prefix_cache.flight import common_tokens
+from prefix_cache.key import common_tokens
 
 A, B = b"a" * 32, b"b" * 32
 

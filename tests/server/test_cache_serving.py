@@ -370,13 +370,78 @@ def test_every_endpoint_uses_the_cache(client: Client, path: str, body: dict[str
     assert shown == hit > 0
 
 
-def test_concurrent_requests_compute_a_prefix_once(client: Client) -> None:
-    messages = ("system", RULES), ("user", DOCUMENT[:900])
+def computed(client: Client) -> float:
+    """Prompt tokens that were computed so far, for all choices of all requests."""
+    return client.metric("fermion_cache_prompt_tokens_total") - client.metric("fermion_cache_reused_tokens_total")
+
+
+@contextmanager
+def held(client: Client) -> Iterator[None]:
+    """The engine is busy with something else and what is asked inside waits, so that requests overlap for sure."""
+    endless = {"structured_outputs": {"regex": "(one ){2000}"}, "max_tokens": 3000}
+    body = json.dumps(chat_body(("user", "Count."), stream=True, **endless)).encode()
+    request = urllib.request.Request(client.url + CHAT, body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        response.readline()
+        wait_for(lambda: client.metric("fermion_num_requests_running") == 1)
+        yield
+
+
+def waiting(client: Client, count: int) -> None:
+    wait_for(lambda: client.metric("fermion_num_requests_waiting") == count)
+
+
+def asked(number: int) -> tuple[tuple[str, str], ...]:
+    """A prefix of some thousand tokens, and one of several short questions."""
+    return ("system", DOCUMENT), ("user", f"How much did the river rise in line {number}?")
+
+
+QUESTION = 48  # tokens behind the system prompt, at most
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_concurrent_requests_compute_a_prefix_once(client: Client, n: int) -> None:
+    with ThreadPoolExecutor(5) as pool:
+        with held(client):
+            before = computed(client)
+            futures = [pool.submit(client.chat, *asked(i), n=n) for i in range(5)]
+            waiting(client, 5)
+        answers = [future.result() for future in futures]
+    total = max(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert total > 2000
+    assert sorted(map(recomputed, answers))[3] < QUESTION  # all but the one that came first
+    assert computed(client) - before <= total + 4 * QUESTION + 5 * (n - 1) * 8
+    with ThreadPoolExecutor(5) as pool:
+        again = list(pool.map(lambda i: client.chat(*asked(i), n=n), range(5)))
+    assert [a["choices"] for a in again] == [a["choices"] for a in answers]
+
+
+def test_what_a_cancelled_request_computed_of_a_prefix_serves_those_that_wait_for_it(client: Client) -> None:
+    leading = json.dumps(chat_body(*asked(0), stream=True, return_progress=True)).encode()
+    request = urllib.request.Request(client.url + CHAT, leading, {"content-type": "application/json"})
+    seen = 0
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: client.chat(*messages), range(4)))
-    total = answers[0]["usage"]["prompt_tokens"]
-    assert sum(map(recomputed, answers)) <= total + 3 * 8
-    assert len(set(map(text, answers))) == 1
+        with held(client):
+            first = pool.submit(urllib.request.urlopen, request, timeout=120)
+            waiting(client, 1)
+            futures = [pool.submit(client.chat, *asked(i)) for i in (1, 2, 3)]
+            waiting(client, 4)
+        with first.result() as response:
+            for line in response:
+                if b"prompt_progress" in line:
+                    seen = json.loads(line[6:])["prompt_progress"]["processed"]
+                    if seen > 900:
+                        break
+        answers = [future.result() for future in futures]
+    total = max(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert 900 < seen < total
+    first_of_them = max(range(3), key=lambda i: recomputed(answers[i]))
+    taken_up = answers.pop(first_of_them)
+    report = taken_up["fermion"]["cache"]
+    assert report["hit_position"] + report["carried"] >= seen
+    assert max(map(recomputed, answers)) < QUESTION
+    fresh = client.chat(*asked(1 + first_of_them), cache={"read": False, "write": False})
+    assert taken_up["choices"] == fresh["choices"]
 
 
 def test_a_cancelled_prefill_is_not_lost_and_changes_nothing(client: Client) -> None:
