@@ -126,6 +126,15 @@ def named_parameters(function: Function) -> Iterable[tuple[str, Any]]:
         yield key, value
 
 
+def text_alone(line: str) -> str | None:
+    """A grammar of nothing but the string that a line of `parameter_rules` defines, if it must match several
+    expressions."""
+    terminal, _, definition = line.partition(": ")
+    if not terminal.isupper() or " & /" not in definition:
+        return None
+    return f"start: {terminal}\n{line}\n"
+
+
 def plain_schema(schema: Any, refer: Callable[[str], str] | None = None) -> Any:
     """A copy of a schema without formats that are annotations only, its references passed through `refer`.
 

@@ -131,9 +131,15 @@ class GrammarCompiler:
                 raise call_grammar.refusal(function.name, str(error)) from None
         tokenizer = self._loaded()
         matcher = _matcher(tokenizer, llguidance.LLMatcher.grammar_from_lark("\n".join(lines) + "\n"))
-        if matcher.is_error():
+        if matcher.is_error() or self._has_contradiction(lines):
             raise self._culprit(functions, or_json) or _refusal("tools", _reason(matcher))
         return Grammar(tokenizer, matcher)
+
+    def _has_contradiction(self, lines: Iterable[str]) -> bool:
+        """Whether a string must be several things of which it cannot be all: a call would get stuck there."""
+        texts = (call_grammar.text_alone(line) for line in lines)
+        sources = [llguidance.LLMatcher.grammar_from_lark(text) for text in texts if text is not None]
+        return any(_matcher(self._loaded(), source).is_error() for source in sources)
 
     def _culprit(self, functions: Sequence[Function], or_json: Mapping[str, Any] | None) -> ApiError | None:
         """The refusal that names what made a grammar of calls fail, if one part of it does so alone."""
@@ -144,6 +150,9 @@ class GrammarCompiler:
                 matcher = _matcher(self._loaded(), source)
                 if matcher.is_error():
                     return call_grammar.refusal(function.name, f"parameter '{key[:100]}': {_reason(matcher)}")
+                if self._has_contradiction(lines):
+                    reason = f"parameter '{key[:100]}': there is no text that fits all of its keywords"
+                    return call_grammar.refusal(function.name, reason)
         if or_json is not None:
             try:
                 self.json_value(or_json, "response_format")

@@ -125,6 +125,8 @@ def test_an_end_that_comes_too_early_is_not_read_as_text(compiler: GrammarCompil
         (arguments_of({"type": "string", "pattern": "\\bfoo"}), "\\bfoo"),
         (arguments_of({"type": "string", "minLength": 5, "maxLength": 4}), "minLength"),
         (arguments_of({"type": "string", "maxLength": "4"}), "maxLength"),
+        (arguments_of({"type": "string", "maxLength": 3, "pattern": "null"}), "all of its keywords"),
+        (arguments_of({"type": "string", "pattern": "^x", "format": "uuid"}), "all of its keywords"),
         (arguments_of({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}), "oneOf"),
         (arguments_of({"enum": []}), "no value"),
         (arguments_of({"enum": {"a": 1}}), "enum"),
