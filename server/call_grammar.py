@@ -208,7 +208,12 @@ class _Alternatives:
             ):
                 return []
             strings = [{}]
-        body = [lark_string(f"{word}{_VALUE_END}") for word in self._literals]
+        body = []
+        if self._literals:
+            terminal = f"{self.rule}_values".upper()
+            words = " | ".join(lark_string(f"{word}{_VALUE_END}") for word in self._literals)
+            self.lines.append(f"{terminal}: {words}")
+            body.append(terminal)
         for index, text in enumerate(strings):
             name, terminal = f"{self.rule}_text_{index}", f"{self.rule}_text_{index}".upper()
             self.lines.append(f'{name}[suffix="\\n</parameter>"]: {terminal}')

@@ -82,6 +82,13 @@ class ChoiceBuilder:
         )
         preserved = self._prompts.keeps_thoughts(request)
         grammar = self._grammar(request)
+        if grammar is not None and chat.begun and _output_constraint(request) is not None:
+            grammar = grammar.after(self._tokenizer.encode(chat.begun, allow_special=False))
+            if grammar is None:
+                raise invalid(
+                    "The final message does not begin an answer of the form that is asked for.",
+                    "continue_final_message",
+                )
         budget = _thinking_budget(request) if chat.in_reasoning else None
         needs_constraint = grammar is not None or budget is not None
 

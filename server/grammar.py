@@ -29,11 +29,17 @@ class Grammar:
     """A checked grammar. `matcher` starts one generation."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, prototype: llguidance.LLMatcher) -> None:
+        self._tokenizer = tokenizer
         self._prototype = prototype
-        self._vocab_size = tokenizer.vocab_size
+
+    def after(self, token_ids: Sequence[int]) -> Grammar | None:
+        """The grammar of what may follow these tokens; None if nothing that fits begins with them."""
+        prototype = self._prototype.deep_copy()
+        fits = prototype.try_consume_tokens(list(token_ids)) == len(token_ids)
+        return Grammar(self._tokenizer, prototype) if fits and not prototype.is_error() else None
 
     def matcher(self) -> GrammarMatcher:
-        return GrammarMatcher(self._prototype.deep_copy(), self._vocab_size)
+        return GrammarMatcher(self._prototype.deep_copy(), self._tokenizer.vocab_size)
 
 
 class GrammarMatcher:
@@ -96,7 +102,8 @@ class GrammarCompiler:
 
     def choice(self, options: Sequence[str], param: str) -> Grammar:
         """One of several texts."""
-        return self.lark(f"start: {' | '.join(map(lark_string, options))}\n", param)
+        # A terminal: thousands of alternatives in a rule are more than the parser follows.
+        return self.lark(f"start: OPTION\nOPTION: {' | '.join(map(lark_string, options))}\n", param)
 
     def tool_calls(
         self,

@@ -89,12 +89,14 @@ _DEFAULTABLE: dict[str, type[int] | type[float]] = {
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A rendered conversation. text: what the model reads, one placeholder for each picture; in_reasoning: it ends
-    inside an open thinking block; pictures: those of the messages, in order."""
+    inside an open thinking block; pictures: those of the messages, in order; begun: what the answer goes on with, of
+    the final message that is continued."""
 
     prompt: Prompt
     text: str
     in_reasoning: bool
     pictures: tuple[Picture, ...] = ()
+    begun: str = ""
 
 
 class PromptBuilder:
@@ -153,6 +155,7 @@ class PromptBuilder:
         values = self._template_values(request)
         if self._preserve_thinking and values.get("preserve_thinking"):
             messages = self._recall.restore_thinking(known, messages)
+        begun = messages[-1]["content"] if continued else ""
         messages = guard.protect(messages)
         end_mark = ""
         if continued:
@@ -185,6 +188,7 @@ class PromptBuilder:
             text="".join(piece.text for piece in pieces),
             in_reasoning=tail.rfind(THINK_START) > tail.rfind(THINK_END),
             pictures=tuple(pictures),
+            begun=begun,
         )
 
     def _prompt(self, ids: Int32Array, pictures: Sequence[Picture]) -> Prompt:

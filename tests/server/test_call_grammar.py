@@ -67,6 +67,8 @@ COLOR = {"$defs": {"color": {"type": "string", "enum": ["red", "blue"]}}}
         (arguments_of({"type": "string"}), {"any </b> text": "any </b> text", "": "", "5": "5"}, []),
         (arguments_of({"$ref": "#/$defs/color"}, **COLOR), {"red": "red", "blue": "blue"}, ["green", "re", "redd"]),
         (arguments_of({"allOf": [{"$ref": "#/$defs/color"}]}, **COLOR), {"red": "red"}, ["green"]),
+        (arguments_of({"enum": [f"value {number}" for number in range(3000)]}),
+         {"value 0": "value 0", "value 2999": "value 2999"}, ["value", "value 3000"]),
         (arguments_of({"const": "only"}), {"only": "only"}, ["onl", "other"]),
         (arguments_of({"enum": ["x", 1, None, "null"]}), {"x": "x", "1": 1, "null": None}, ["y", "2", "x "]),
         (arguments_of({"type": ["string", "null"], "enum": ["x", None]}), {"x": "x", "null": None}, ["None", "y"]),

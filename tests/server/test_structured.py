@@ -50,6 +50,22 @@ def test_json_object(live: LiveServer) -> None:
     assert json.loads(answer["content"]) == {"a": [1, {"b": None}]}
 
 
+def test_the_form_includes_what_a_continued_message_began(live: LiveServer) -> None:
+    def body(begun: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": begun}]
+        return {**chat_body(response_format=json_format(PERSON), enable_thinking=False), "messages": messages,
+                "continue_final_message": True}  # fmt: skip
+
+    for begun, said in (('{"name": "Al', '", "age": 7}'), ('{"name": "Zoë", "age": ', "1"), ("", '{"name": "", ')):
+        live.engine.say(said)
+        answer = message(live, body(begun))["content"]
+        assert answer.startswith(said)
+        assert set(json.loads(begun + answer)) == {"name", "age"}
+    for begun in ("Here it is: ", '{"age": '):
+        response = post(live, body(begun))
+        assert (response.status, response.error["param"]) == (400, "continue_final_message")
+
+
 def test_end_of_turn_is_no_way_out_of_thinking(live: LiveServer) -> None:
     live.engine.say("I stop here<|im_end|>")
     answer = message(live, chat_body(response_format=json_format(PERSON), thinking_token_budget=30))
@@ -82,6 +98,8 @@ def test_what_the_grammar_cannot_do_is_named(live: LiveServer, schema: dict[str,
     [
         ({"choice": ["yes", "no", 'may"be']}, {"yes", "no", 'may"be'}),
         ({"regex": "[ab]c"}, {"ac", "bc"}),
+        ({"choice": ["", "x"]}, {"", "x"}),
+        ({"choice": [f"none of {number}" for number in range(3000)]}, {f"none of {number}" for number in range(3000)}),
         ({"grammar": 'start: "x" | "y"'}, {"x", "y"}),
         ({"json": {"enum": [1, "z"]}}, {"1", '"z"'}),
         ({"json": '{"const": true}'}, {"true"}),
