@@ -283,7 +283,7 @@ class GpuPrefill:
     def identity(self) -> str:
         """Everything here that decides bits, for the fingerprint of what is cached."""
         digest = hashlib.sha256()
-        for path in sorted(PTX.rglob("*.ptx")):
+        for path in (Path(__file__), *sorted(PTX.rglob("*.ptx"))):
             digest.update(path.name.encode() + path.read_bytes())
         return f"{self.card.name}, kernels {digest.hexdigest()[:16]}"
 

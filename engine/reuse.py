@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from types import ModuleType
 import numpy as np
 
 from engine import cpu as cpu_module
+from engine import formats as formats_module
 from engine import model as model_module
 from engine import segments as segments_module
+from engine import state as state_module
 from engine import vision as vision_module
 from engine import weights as weights_module
 from engine.config import CacheSettings, EngineConfig
@@ -69,8 +72,12 @@ log = logging.getLogger("fermion.cache")
 # The matrix products of a token do not depend on its neighbours, and the delta rule works in chunks of 64 from the
 # start of a segment: a state is exact at every 64th token behind a cut.
 _CUTS = Cuts.GRID
-# Python that decides bits beside the kernels: where prompts are cut, what a layer is given, where pictures stand.
-_RULES = (cpu_module, model_module, segments_module, vision_module, weights_module, policy_module)
+# Python that decides bits beside the kernels, or what they mean: where prompts are cut, what a layer is given, where
+# pictures stand, how a state lies in memory and in which order it is kept.
+_RULES = (
+    cpu_module, formats_module, model_module, segments_module, state_module, vision_module, weights_module,
+    sys.modules[__name__], policy_module,
+)  # fmt: skip
 # By default the cache takes at most this part of the memory that weights leave: contexts need the rest.
 _MEMORY_SHARE = 0.25
 _LEAST_SNAPSHOTS = 2
@@ -237,6 +244,15 @@ class PromptRun:
         self._key = prompt_key(prompt, namespace)
         self._cuts = canonical_cuts(self._key.token_ids, reuse.markers, self._key.media)
         self._kinds: dict[int, Kind] = {}
+        try:
+            self._resume(reuse, prompt)
+        except BaseException:
+            self.close()
+            raise
+
+    def _resume(self, reuse: Reuse, prompt: Prompt) -> None:
+        """Take from the cache what it has, and see what is left to do."""
+        options = self._options
         if self._cache is not None:
             outcome, self._lease = self._cache.acquire(
                 self._key, exact=options.exact, read=options.read, shadow=options.shadow
@@ -246,7 +262,7 @@ class PromptRun:
                 self._adopt(self._lease)
             if options.write:
                 self._kinds = self._placements(prompt.boundaries, outcome.matched)
-        self.resumed = state.position
+        self.resumed = self.state.position
         self._segments = segments(self._cuts, self._key.tokens, reuse.card)
         self.stretches = stretches(self._segments, self.resumed, self._kinds, reuse.pass_tokens)
         if options.shadow:
@@ -344,8 +360,8 @@ class PromptRun:
 
     def measured(self, seconds: float) -> None:
         """How long the prompt took from the resume point to its end."""
-        if self._cache is not None:
-            self._cache.observe_prefill(self.state.position - self.resumed, seconds)
+        if self._cache is not None and self.report is not None:
+            self._cache.observe_prefill(self.state.position - self.resumed - self.report.carried, seconds)
 
     def close(self) -> None:
         """Let the cache reuse the memory that the state borrowed. The state must not be used any more."""

@@ -211,8 +211,8 @@ class DiskTier:
 
     # ---- write ----
 
-    def admit(self, nbytes: int) -> bool:
-        """Whether budget and free space allow `nbytes` more; takes them from the budget if so."""
+    def admits(self, nbytes: int) -> bool:
+        """Whether budget and free space allow `nbytes` more, once files above the cap have made room for them."""
         if not self.writable:
             return False
         now = self._clock()
@@ -232,7 +232,7 @@ class DiskTier:
         except OSError as error:
             self._fail("cannot ask for free space", error, reads_too=False)
             return False
-        if free - nbytes < self.config.free_floor_bytes:
+        if free + max(0, self.over_bytes + nbytes) - nbytes < self.config.free_floor_bytes:
             self.stats.disk_skipped_space += 1
             if self.stats.disk_skipped_space == 1:
                 log.warning(
@@ -241,7 +241,6 @@ class DiskTier:
                     free, self.folder, self.config.free_floor_bytes,
                 )  # fmt: skip
             return False
-        self._budget -= nbytes
         return True
 
     @property
@@ -305,6 +304,7 @@ class DiskTier:
             except OSError:
                 log.debug("prefix cache: %s is left for the next start to delete", temporary)
             raise
+        self._budget -= size
         with self._counting:
             self.used_bytes += size
             self.stats.disk_written_bytes += size

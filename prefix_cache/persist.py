@@ -98,7 +98,7 @@ class Writer:
                 base, first = self._index.disk_base(chain)
                 copy.refs += 1
                 nbytes = self._file_bytes_at_most(entry, chain, first)
-                allowed = self._index.make_disk_room(nbytes) and disk.admit(nbytes)
+                allowed = disk.admits(nbytes) and self._index.make_disk_room(nbytes)
             written: list[tuple[str, int, int]] = []
             done: tuple[str, int] | None = None
             try:
@@ -194,14 +194,17 @@ def attach(
         pack = Pack(name, size)
         for place, (digest, variant, page_key, _) in enumerate(pack_header.pages):
             child = index.child(node, page_key)
-            if child.digest != digest or (child.disk is not None and variant in child.disk):
+            if child.digest != digest:
                 index.prune(child)
                 break
-            page = index.add_disk_page(child, variant, parent, pack, place)
-            page.refs = 0
-            if parent is not None:
-                parent.refs += 1
-            known[pack_header.root, digest, variant] = page
+            # A page whose snapshots had left may have been written anew, while its neighbours kept its first pack.
+            page = (child.disk or {}).get(variant)
+            if page is None:
+                page = index.add_disk_page(child, variant, parent, pack, place)
+                page.refs = 0
+                if parent is not None:
+                    parent.refs += 1
+                known[pack_header.root, digest, variant] = page
             parent, node = page, child
         if pack.live == 0:
             _discard_orphan(index, name, size)

@@ -23,8 +23,9 @@ from engine.engine import Engine
 from engine.errors import Cancelled, ConfigError, OutOfMemory, RequestError
 from engine.memory import report
 from engine.reuse import _RULES, cache_bytes, clear_folders, list_folders
+from engine.state import SequenceState
 from engine.weights import load_weights
-from prefix_cache import policy
+from prefix_cache import PrefixCache, policy
 
 TURN, NEWLINE, ASSISTANT = 258, 198, 64  # of the byte-level tokenizer: the added token, "Ċ" and "a"
 RAM = 8 << 20
@@ -381,6 +382,8 @@ def test_fingerprints_tell_apart_what_changes_bits(
     same = folder()
     assert folder(threads=2, context_length=1000) == same
     assert len({same, folder(simd_tier="scalar"), folder(compute="f32")}) == 3
+    # What a state is, and how it goes to the cache and back: other bytes under the same name would be a wrong hit.
+    assert {"engine.model", "engine.state", "engine.reuse"} <= {module.__name__ for module in _RULES}
     edited = types.ModuleType("policy")
     edited.__file__ = str(tmp_path / "policy.py")
     Path(edited.__file__).write_bytes(Path(str(policy.__file__)).read_bytes() + b"# a rule more")
@@ -577,3 +580,34 @@ def test_memory_for_the_next_snapshot_is_found_before_a_request_needs_it(load: L
     assert report(arena._memory.reshape(-1)).resident * (64 << 20) == -(-ready // mmap.PAGESIZE) * mmap.PAGESIZE
     run(engine, request(turn(1, 400)))
     assert integrity(engine) == []
+
+
+def test_a_prompt_that_cannot_begin_gives_back_what_it_borrowed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load()
+    wanted = request(turn(1, 200), turn(2, 100))
+    run(engine, wanted)
+
+    def short_of_memory(*arguments: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SequenceState, "adopt", short_of_memory)
+        with pytest.raises(MemoryError):
+            run(engine, wanted)
+    assert engine.cache is not None
+    engine.cache.clear(None)
+    assert integrity(engine) == []  # nothing but snapshots held memory
+    assert engine.cache.gauges()["ram_bytes"] == 0
+
+
+def test_work_that_was_taken_up_does_not_count_as_fast(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load()
+    counted: list[int] = []
+    monkeypatch.setattr(PrefixCache, "observe_prefill", lambda cache, tokens, seconds: counted.append(tokens))
+    wanted = request(turn(1, 600))
+    layers = engine.model.num_hidden_layers
+    cancel_after(engine, wanted, 2 * layers)
+    _, report = run(engine, wanted)
+    assert report is not None
+    assert report.carried > 0
+    assert counted == [report.tokens - report.position - report.carried]

@@ -946,3 +946,52 @@ def test_cheapest_point_is_taken_not_the_deepest(tmp_path, tokens_per_s, expecte
         cache.observe_prefill(1000, 1000 / tokens_per_s)
     assert cache.gauges()["prefill_tokens_per_s"] == pytest.approx(tokens_per_s, rel=0.01)
     assert hit(cache, make_key(IDS[:2000])) == expected
+
+
+def test_pages_that_left_and_came_back_survive_a_restart(tmp_path):
+    """Their first pack still has them, for the sake of its other pages; the second one goes on behind them."""
+    key = make_key(IDS[:800])
+    cache = reopened(tmp_path)
+    for position in (640, 320):
+        store(cache, key, position)
+        cache.flush()
+    (deep,) = [entry for entry in cache._index.entries if entry.position == 640]
+    cache._index.remove(deep, remember=False)
+    store(cache, key, 768)
+    cache.flush()
+    assert len([path for path in files_in(tmp_path) if path.suffix == ".kv"]) == 2
+    cache.close()
+    cache = reopened(tmp_path)
+    assert cache.stats.disk_orphans_removed == 0
+    assert cache.check_integrity() == []
+    assert hit(cache, key) == 768
+    cache.clear()
+    assert files_in(tmp_path) == []
+    assert cache.check_integrity() == []
+    cache.close()
+
+
+def test_nothing_makes_room_for_what_the_budget_forbids_to_write(tmp_path):
+    config = disk_config(tmp_path, write_burst_bytes=20_000, write_bytes_per_day=1, capacity_bytes=20_000)
+    cache = make_cache(disk=config)
+    for seed in range(4):
+        store(cache, make_key(tokens(600, seed)), 600)
+        cache.flush()
+    assert cache.stats.disk_skipped_budget == 3
+    assert cache.stats.evicted_disk == {}
+    assert cache.gauges()["snapshots_disk"] == 1
+    cache.close()
+
+
+def test_at_the_floor_of_free_space_what_makes_room_is_replaced(tmp_path):
+    files = Files()
+    config = disk_config(tmp_path, capacity_bytes=20_000, free_floor_bytes=10_000)
+    cache = make_cache(disk=config, files=files)
+    store(cache, make_key(tokens(600, 0)), 600)
+    cache.flush()
+    files.free_bytes = lambda path: 22_000  # with 14,650 more there would be too little, but 3,682 have to go first
+    store(cache, make_key(tokens(600, 1)), 600)
+    cache.flush()
+    assert (cache.gauges()["snapshots_disk"], cache.stats.disk_skipped_space) == (1, 0)
+    assert cache.stats.disk_writes == 4
+    cache.close()
