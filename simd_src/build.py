@@ -46,10 +46,9 @@ TIER_FLAGS: dict[str, list[str]] = {
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
         "-mprefer-vector-width=512",
     ],
-    "amx": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
 }
 # Newer than our oldest compiler (GCC 9): left out where unknown; such a file then defines its entry as absent.
-OPTIONAL_FLAGS = ("-mavxvnni", "-mamx-tile", "-mamx-int8")
+OPTIONAL_FLAGS = ("-mavxvnni",)
 
 
 def extension() -> Extension:

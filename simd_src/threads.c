@@ -5,7 +5,8 @@
  * next item). An item is taken by a compare-and-swap on it, so it is claimed only while its own job is open: a worker
  * that slept through a job, or was descheduled between reading the job and claiming, fails the swap and looks again.
  * The caller therefore waits for claimed items alone, never for a worker to arrive: on a busy machine a stopped thread
- * delays its own item and nothing else. Waiting is a spin of SPIN_CYCLES, then a futex, so that waiters give the core to whoever they wait for.
+ * delays its own item and nothing else. Waiting is a spin of SPIN_CYCLES, then a futex, so that waiters give the core to
+ * whoever they wait for.
  */
 #define _GNU_SOURCE
 #include "threads.h"
