@@ -223,17 +223,39 @@ void fm_store_keys(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     fm_charge(e, FM_OP_ATTENTION, 0);
 }
 
+/* Of the keys and values that attend_one_span begins with. */
+static void expect_pages(const attention_job *job) {
+    const fm_engine *e = job->engine;
+    const fm_model_spec *s = &e->spec;
+    const int tokens = job->sequence->position, spans = fm_blocks(tokens + 1, FM_SPAN_TOKENS);
+    const size_t row_bytes = s->head_dim * element_bytes(s);
+    for (int worker = 0; worker < e->threads; worker++) {
+        const int item = fm_pool_first_item(e->pool, spans * s->kv_heads, worker);
+        if (item == fm_pool_first_item(e->pool, spans * s->kv_heads, worker + 1)) continue;
+        const int kv_head = item / spans, page = item % spans * FM_SPAN_PAGES;
+        for (int i = page; i < page + FM_SPAN_PAGES && i * FM_PAGE_TOKENS < tokens; i++) {
+            const size_t bytes = fm_least(tokens - i * FM_PAGE_TOKENS, FM_PAGE_TOKENS) * row_bytes;
+            for (int value = 0; value < 2; value++)
+                fm_pool_ahead(e->pool, worker,
+                              element(s, job->sequence->pages[i], page_offset(s, job->layer, value, kv_head)), bytes);
+        }
+    }
+}
+
 void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     const fm_model_spec *s = &e->spec;
     /* Few tokens are dealt out one by one rather than to few threads. */
     const int share = e->tokens * s->kv_heads / (2 * e->threads);
     attention_job job = {e, layer, sequence, share < 1 ? 1 : fm_least(share, FM_ATTEND_TOKENS)};
     e->mixed.ld = e->mixed.q.cols = s->heads * s->head_dim;
+    const fm_product output = {.matrix = &layer->o_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
+    if (fm_tells_ahead(e)) expect_pages(&job);
     project(e, layer, QUERIES);
     if (e->tokens == 1) {
         const int spans = fm_blocks(sequence->position + 1, FM_SPAN_TOKENS);
         for (int worker = 0; worker < e->threads; worker++) *carve(e, worker).loaded = -1;
         fm_parallel_for(e->pool, spans * s->kv_heads, attend_one_span, &job);
+        fm_expect_products(e, NULL, &output, 1);
         fm_parallel_for(e->pool, s->heads, merge_head, &job);
     } else {
         fm_parallel_for(e->pool, e->tokens, store_token, &job);
@@ -241,7 +263,7 @@ void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence) {
     }
     const size_t keys = (size_t)(sequence->position + e->tokens) * s->kv_heads * s->head_dim;
     fm_charge(e, FM_OP_ATTENTION, 2 * keys * element_bytes(s));
-    const fm_product output = {.matrix = &layer->o_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
+    fm_expect_router(e, layer);
     fm_multiply_all(e, &e->mixed, &output, 1);
     fm_charge(e, FM_OP_ATTENTION_OUT, fm_products_bytes(&output, 1));
 }

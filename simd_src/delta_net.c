@@ -77,6 +77,17 @@ static void delta_head(void *arg, int head, int worker) {
     _mm_setcsr(float_mode);
 }
 
+static void expect_states(const delta_job *job) {
+    fm_pool *pool = job->engine->pool;
+    const fm_model_spec *s = &job->engine->spec;
+    const size_t floats = (size_t)s->key_dim * s->value_dim;
+    for (int worker = 0; worker < job->engine->threads; worker++) {
+        const int first = fm_pool_first_item(pool, s->value_heads, worker);
+        const int end = fm_pool_first_item(pool, s->value_heads, worker + 1);
+        fm_pool_ahead(pool, worker, job->ssm + first * floats, (end - first) * floats * sizeof(float));
+    }
+}
+
 void fm_delta_net(fm_engine *e, const fm_layer *layer, fm_sequence *sequence, int recurrent) {
     const fm_model_spec *s = &e->spec;
     const int channels = fm_channels(s), value_width = s->value_heads * s->value_dim;
@@ -95,11 +106,14 @@ void fm_delta_net(fm_engine *e, const fm_layer *layer, fm_sequence *sequence, in
         {.matrix = &layer->in_proj_b, .out = b, .ld = e->projected_ld},
         {.matrix = &layer->in_proj_a, .out = a, .ld = e->projected_ld},
     };
+    const fm_product output = {.matrix = &layer->out_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
+    if (fm_tells_ahead(e)) expect_states(&job);
     fm_multiply_all(e, &e->normed, inputs, 4);
     fm_charge(e, FM_OP_DELTA_IN, fm_products_bytes(inputs, 4));
+    fm_expect_products(e, NULL, &output, 1);
     fm_parallel_for(e->pool, s->value_heads, delta_head, &job);
     fm_charge(e, FM_OP_DELTA_RULE, 2 * (size_t)value_width * s->key_dim * sizeof(float));
-    const fm_product output = {.matrix = &layer->out_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
+    fm_expect_router(e, layer);
     fm_multiply_all(e, &e->mixed, &output, 1);
     fm_charge(e, FM_OP_DELTA_OUT, fm_products_bytes(&output, 1));
 }

@@ -247,7 +247,7 @@ void fm_pass_layers(fm_engine *e, fm_sequence *sequence, int first, int last, in
             skip_tokens(e, skip);
         }
         fm_norm(e, layer->post_norm);
-        fm_moe(e, layer);
+        fm_moe(e, layer, i + 1 < e->spec.layers ? layer + 1 : NULL);
         skip_tokens(e, -skip);
     }
 }

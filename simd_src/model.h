@@ -132,6 +132,13 @@ typedef struct {
 
 void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count);
 
+/* Whether idle threads are told what comes next (fm_pool_ahead): in decode, where jobs are short and read much. */
+static inline int fm_tells_ahead(const fm_engine *e) { return e->tokens == 1 && e->threads > 1; }
+
+/* If so: products that are the job after the next one, and the norm before them or NULL. */
+void fm_expect_products(fm_engine *e, const float *norm, const fm_product *products, int count);
+void fm_expect_router(fm_engine *e, const fm_layer *layer);
+
 /* Weights that the products read. */
 size_t fm_products_bytes(const fm_product *products, int count);
 
@@ -139,6 +146,7 @@ size_t fm_products_bytes(const fm_product *products, int count);
 void fm_store_keys(fm_engine *e, const fm_layer *layer, fm_sequence *sequence);
 void fm_attention(fm_engine *e, const fm_layer *layer, fm_sequence *sequence);
 void fm_delta_net(fm_engine *e, const fm_layer *layer, fm_sequence *sequence, int recurrent);
-void fm_moe(fm_engine *e, const fm_layer *layer);
+/* after: what follows, or NULL for the head. */
+void fm_moe(fm_engine *e, const fm_layer *layer, const fm_layer *after);
 
 #endif

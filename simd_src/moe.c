@@ -175,24 +175,64 @@ static int down_rows(const fm_engine *e) {
     return rows;
 }
 
-void fm_moe(fm_engine *e, const fm_layer *layer) {
+enum { GATES = 2, MOST_INPUTS = 4 };
+
+static void gate_products(const fm_engine *e, const fm_layer *layer, fm_product gates[GATES]) {
+    const size_t ld = (size_t)e->spec.experts + 1;
+    gates[0] = (fm_product){.matrix = &layer->router, .out = e->router, .ld = ld};
+    gates[1] = (fm_product){.matrix = &layer->shared_expert_gate, .out = e->router + e->spec.experts, .ld = ld};
+}
+
+void fm_expect_router(fm_engine *e, const fm_layer *layer) {
+    fm_product gates[GATES];
+    gate_products(e, layer, gates);
+    fm_expect_products(e, layer->post_norm, gates, GATES);
+}
+
+/* The first item of each thread in down_item reads the same rows of every expert. */
+static void expect_down(fm_engine *e, const moe_job *job) {
+    const int items = fm_blocks(e->spec.hidden, job->rows);
+    const fm_matrix *w = &job->layer->experts_down;
+    const size_t row_bytes = fm_matrix_bytes(w) / w->rows;
+    for (int worker = 0; worker < e->threads; worker++) {
+        const int row = fm_pool_first_item(e->pool, items, worker) * job->rows;
+        for (int i = 0; i < e->groups; i++)
+            fm_pool_ahead(e->pool, worker, fm_rows_at(w, e->group[i].expert, row), row_bytes * job->rows);
+    }
+}
+
+/* The products that a layer begins with, or the head. */
+static void expect_next(fm_engine *e, const fm_layer *after) {
+    fm_product products[MOST_INPUTS] = {{.matrix = &e->spec.head}};
+    int count = 1;
+    if (after && after->kind == FM_ATTENTION) {
+        count = 3;
+        products[0].matrix = &after->q_proj, products[1].matrix = &after->k_proj, products[2].matrix = &after->v_proj;
+    } else if (after) {
+        count = 4;
+        products[0].matrix = &after->in_proj_qkv, products[1].matrix = &after->in_proj_z;
+        products[2].matrix = &after->in_proj_b, products[3].matrix = &after->in_proj_a;
+    }
+    fm_expect_products(e, after ? after->input_norm : e->spec.final_norm, products, count);
+}
+
+void fm_moe(fm_engine *e, const fm_layer *layer, const fm_layer *after) {
     const fm_model_spec *s = &e->spec;
     moe_job job = {.engine = e, .layer = layer, .rows = down_rows(e)};
-    const size_t ld = (size_t)s->experts + 1;
-    const fm_product gates[] = {
-        {.matrix = &layer->router, .out = e->router, .ld = ld},
-        {.matrix = &layer->shared_expert_gate, .out = e->router + s->experts, .ld = ld},
-    };
-    fm_multiply_all(e, &e->normed, gates, 2);
+    fm_product gates[GATES];
+    gate_products(e, layer, gates);
+    fm_multiply_all(e, &e->normed, gates, GATES);
     fm_parallel_for(e->pool, e->tokens, choose, &job);
     group_tokens(e);
-    fm_charge(e, FM_OP_ROUTER, fm_products_bytes(gates, 2));
+    fm_charge(e, FM_OP_ROUTER, fm_products_bytes(gates, GATES));
     job.cols = inner_cols(e);
     job.inner_items = fm_blocks(s->expert_hidden, job.cols);
     job.shared_items = fm_blocks(s->shared_hidden, job.cols);
+    if (fm_tells_ahead(e)) expect_down(e, &job);
     fm_parallel_for(e->pool, job.shared_items + e->groups * job.inner_items, inner_item, &job);
     fm_charge(e, FM_OP_EXPERTS_IN,
               e->groups * fm_matrix_bytes(&layer->experts_gate_up) + 2 * fm_matrix_bytes(&layer->shared_gate));
+    expect_next(e, after);
     fm_parallel_for(e->pool, fm_blocks(s->hidden, job.rows), down_item, &job);
     fm_charge(e, FM_OP_EXPERTS_OUT,
               e->groups * fm_matrix_bytes(&layer->experts_down) + fm_matrix_bytes(&layer->shared_down));

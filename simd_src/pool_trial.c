@@ -30,6 +30,10 @@ double fm_pool_trial(int threads, const int *cpus, int jobs, int items, int spin
     int complete = 1;
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (int job = 0; job < jobs && complete; job++) {
+        for (int worker = 0; worker < threads; worker++) { /* more than fits, and no address at all */
+            fm_pool_ahead(pool, worker, visits + fm_pool_first_item(pool, items, worker), sizeof(int));
+            fm_pool_ahead(pool, worker, NULL, job % 2 ? FM_AHEAD_BYTES : 0);
+        }
         fm_parallel_for(pool, items, count_item, &t);
         for (int item = 0; item < items; item++) complete &= visits[item] > job;
     }

@@ -142,13 +142,32 @@ size_t fm_products_bytes(const fm_product *products, int count) {
     return bytes;
 }
 
-void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count) {
-    products_job job = {.engine = e, .in = in, .products = products, .count = count};
+static products_job plan(fm_engine *e, const fm_product *products, int count) {
+    products_job job = {.engine = e, .products = products, .count = count};
     int rows = 0;
     for (int i = 0; i < count; i++) rows += products[i].matrix->rows;
     for (int i = 0; i < count; i++) {
         job.step[i] = item_rows(e, products[i].matrix, rows);
         job.first_item[i + 1] = job.first_item[i] + fm_blocks(products[i].matrix->rows, job.step[i]);
     }
+    return job;
+}
+
+void fm_expect_products(fm_engine *e, const float *norm, const fm_product *products, int count) {
+    if (!fm_tells_ahead(e)) return;
+    if (norm) fm_pool_ahead(e->pool, 0, norm, (size_t)e->spec.hidden * sizeof(float));
+    const products_job job = plan(e, products, count);
+    for (int worker = 0, i = 0; worker < e->threads; worker++) {
+        const int item = fm_pool_first_item(e->pool, job.first_item[count], worker);
+        while (item >= job.first_item[i + 1]) i++;
+        const fm_matrix *w = products[i].matrix;
+        const int row = (item - job.first_item[i]) * job.step[i];
+        fm_pool_ahead(e->pool, worker, fm_rows_at(w, 0, row), fm_matrix_bytes(w) / w->rows * (w->rows - row));
+    }
+}
+
+void fm_multiply_all(fm_engine *e, const fm_input *in, const fm_product *products, int count) {
+    products_job job = plan(e, products, count);
+    job.in = in;
     fm_parallel_for(e->pool, job.first_item[count], product_tile, &job);
 }

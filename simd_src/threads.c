@@ -20,16 +20,30 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 /* Time-stamp cycles, 10 to 30 us: longer than the gaps between the jobs of a decode step, shorter than a time slice.
  * By the clock and not by count, since `pause` takes 10 cycles on one CPU and 140 on another. */
 #define SPIN_CYCLES 60000
+#define LINE 64
 #define CLOSED 0x7fffffff /* next item while the job's fields are being written */
+
+/* What an idle thread may request. It may read a mix of one job's and the next one's: an address that is not read after
+ * all is requested in vain, and an invalid one is no fault. */
+typedef struct {
+    _Atomic(const char *) at[FM_AHEAD_STRETCHES];
+    atomic_int lines[FM_AHEAD_STRETCHES];
+} stretches;
 
 typedef struct {
     _Alignas(64) _Atomic uint64_t claim;
+    _Alignas(64) stretches ahead; /* of the job that is open */
+    struct {
+        const char *at[FM_AHEAD_STRETCHES];
+        int lines[FM_AHEAD_STRETCHES], count;
+    } pending; /* of the one to come; the caller's own */
 } lane;
 
 typedef struct {
@@ -103,11 +117,29 @@ static uint32_t run_items(fm_pool *pool, uint32_t epoch, int index) {
     return done;
 }
 
+/* Where a thread is in the stretches of its lane. */
+typedef struct {
+    int stretch, line;
+} progress;
+
+/* Requests one more line into second-level cache; 0 if there is none. */
+static int request_line(const lane *own, progress *p) {
+    for (; p->stretch < FM_AHEAD_STRETCHES; p->stretch++, p->line = 0) {
+        if (p->line >= atomic_load_explicit(&own->ahead.lines[p->stretch], memory_order_relaxed)) continue;
+        const char *at = atomic_load_explicit(&own->ahead.at[p->stretch], memory_order_relaxed);
+        __builtin_prefetch(at + (size_t)p->line++ * LINE, 0, 2);
+        return 1;
+    }
+    return 0;
+}
+
 /* Waits until the newest job is not `seen`, and returns it. */
-static uint32_t next_epoch(fm_pool *pool, uint32_t seen) {
+static uint32_t next_epoch(fm_pool *pool, uint32_t seen, int index) {
     const uint64_t start = __rdtsc();
+    progress done = {0, 0};
     uint32_t epoch;
     while ((epoch = atomic_load_explicit(&pool->epoch, memory_order_acquire)) == seen) {
+        if (request_line(pool->lanes + index, &done)) continue;
         if (__rdtsc() - start < SPIN_CYCLES) {
             _mm_pause();
             continue;
@@ -125,7 +157,7 @@ static void *work(void *arg) {
     fm_pool *pool = self->pool;
     uint32_t epoch = 0;
     for (;;) {
-        epoch = next_epoch(pool, epoch);
+        epoch = next_epoch(pool, epoch, self->index);
         if (atomic_load_explicit(&pool->stop, memory_order_relaxed)) return NULL;
         const uint32_t done = run_items(pool, epoch, self->index);
         if (done && atomic_fetch_sub(&pool->unfinished, done) == done && atomic_load(&pool->caller_sleeps))
@@ -175,6 +207,7 @@ fm_pool *fm_pool_create(int threads, const int *cpus) {
         return NULL;
     }
     *pool = (fm_pool){.threads = threads, .fork_count = fork_count, .workers = workers, .lanes = lanes};
+    memset(lanes, 0, (size_t)threads * sizeof *lanes);
     for (int i = 0; i < threads; i++) atomic_init(&lanes[i].claim, CLOSED);
     for (int i = 0; i < threads - 1; i++) {
         workers[i] = (worker){.pool = pool, .index = i + 1};
@@ -212,6 +245,29 @@ static void misuse(const char *what) {
     abort();
 }
 
+int fm_pool_first_item(const fm_pool *pool, int count, int worker) {
+    return (int)lane_begin(pool, (uint32_t)count, worker);
+}
+
+void fm_pool_ahead(fm_pool *pool, int worker, const void *at, size_t bytes) {
+    lane *own = pool->lanes + worker;
+    size_t lines = (bytes + LINE - 1) / LINE, room = FM_AHEAD_BYTES / LINE;
+    for (int i = 0; i < own->pending.count; i++) room -= (size_t)own->pending.lines[i];
+    if (lines > room) lines = room;
+    if (own->pending.count == FM_AHEAD_STRETCHES || lines == 0) return;
+    own->pending.at[own->pending.count] = at;
+    own->pending.lines[own->pending.count++] = (int)lines;
+}
+
+static void open_stretches(lane *own) {
+    for (int i = 0; i < FM_AHEAD_STRETCHES; i++) {
+        const int lines = i < own->pending.count ? own->pending.lines[i] : 0;
+        atomic_store_explicit(&own->ahead.lines[i], lines, memory_order_relaxed);
+        if (lines) atomic_store_explicit(&own->ahead.at[i], own->pending.at[i], memory_order_relaxed);
+    }
+    own->pending.count = 0;
+}
+
 /* Opens a job for the workers; returns its epoch. */
 static uint32_t publish(fm_pool *pool, int count, fm_task task, void *arg) {
     const uint32_t last = atomic_load_explicit(&pool->epoch, memory_order_relaxed), epoch = last + 1;
@@ -223,6 +279,7 @@ static uint32_t publish(fm_pool *pool, int count, fm_task task, void *arg) {
     atomic_store_explicit(&pool->arg, arg, memory_order_release);
     atomic_store_explicit(&pool->count, count, memory_order_release);
     atomic_store_explicit(&pool->unfinished, (uint32_t)count, memory_order_relaxed);
+    for (int i = 0; i < pool->threads; i++) open_stretches(pool->lanes + i);
     for (int i = 0; i < pool->threads; i++)
         atomic_store_explicit(&pool->lanes[i].claim, (uint64_t)epoch << 32 | lane_begin(pool, (uint32_t)count, i),
                               memory_order_release);
@@ -234,8 +291,10 @@ static uint32_t publish(fm_pool *pool, int count, fm_task task, void *arg) {
 
 static void wait_for_rest(fm_pool *pool) {
     const uint64_t start = __rdtsc();
+    progress done = {0, 0};
     uint32_t left;
     while ((left = atomic_load_explicit(&pool->unfinished, memory_order_acquire)) != 0) {
+        if (request_line(pool->lanes, &done)) continue;
         if (__rdtsc() - start < SPIN_CYCLES) {
             _mm_pause();
             continue;
@@ -254,6 +313,7 @@ void fm_parallel_for(fm_pool *pool, int count, fm_task task, void *arg) {
         inside_task = 1;
         for (int item = 0; item < count; item++) task(arg, item, 0);
         inside_task = 0;
+        for (int i = 0; i < pool->threads; i++) pool->lanes[i].pending.count = 0; /* nobody waits in this job */
     } else {
         const uint32_t epoch = publish(pool, count, task, arg);
         const uint32_t done = run_items(pool, epoch, 0);
