@@ -1,4 +1,4 @@
-"""One CUDA card through the driver API: memory, kernels from PTX, one stream that computes and one that copies.
+"""One CUDA card through the driver API: memory, kernels from PTX, two streams that compute and one that copies.
 
 Only libcuda.so.1 is needed, from driver 390 (the last for Fermi cards) on; its compiler turns the PTX into machine code
 at load and keeps the result in ~/.nv. Every failure is a KernelError that names the call; after one, the context is
@@ -30,7 +30,8 @@ _HOST_REGISTER_READ_ONLY = 8
 
 class Card(Protocol):
     """What prefill needs of a card. Addresses are plain numbers; launches, writes and reads happen in order, copies
-    beside them."""
+    beside them, and so do launches and reads that say `beside`: in order among themselves, from `branch` to `merge`,
+    and less urgent."""
 
     @property
     def name(self) -> str:
@@ -51,11 +52,19 @@ class Card(Protocol):
     def read(self, array: Array, address: int) -> None:
         """Fill a C-contiguous array, after everything launched so far."""
 
-    def read_later(self, array: Array, address: int) -> None:
+    def read_later(self, array: Array, address: int, *, beside: bool = False) -> None:
         """Enqueue a read, ordered with launches; the array is filled when a later `read` or `finish` returns."""
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
+    def launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument, beside: bool = False
+    ) -> None:
         """Enqueue a kernel. int arguments are addresses (64 bits); scalars come as ctypes values, null as None."""
+
+    def branch(self) -> None:
+        """What is enqueued beside from here on comes behind everything launched so far."""
+
+    def merge(self) -> None:
+        """What is launched from here on comes behind everything enqueued beside so far."""
 
     def copy(self, pieces: Sequence[tuple[int, Array]], after: object) -> object:
         """Copy arrays in beside the computation, once `after` (of `mark`, or None) has passed. Returns what `wait`
@@ -103,12 +112,15 @@ class CudaCard:
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._events: list[ctypes.c_void_p] = []
         self._registered: list[int] = []
-        self._compute, self._copies = ctypes.c_void_p(), ctypes.c_void_p()
+        self._compute, self._second, self._copies, self._crossing = (ctypes.c_void_p() for _ in range(4))
         try:
             self._call("cuCtxSetCurrent", self._context)
             self._name = self._describe(handle)
-            for stream in (self._compute, self._copies):
-                self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_STREAM_NON_BLOCKING))
+            flags = ctypes.c_uint(_STREAM_NON_BLOCKING)
+            for stream, priority in ((self._compute, -1), (self._second, 0), (self._copies, -1)):
+                # A card that knows no priorities, such as Fermi's, takes each as 0.
+                self._call("cuStreamCreateWithPriority", ctypes.byref(stream), flags, ctypes.c_int(priority))
+            self._call("cuEventCreate", ctypes.byref(self._crossing), ctypes.c_uint(_EVENT_WITHOUT_TIMING))
             own = min(newest, 10 * self.capability[0] + self.capability[1])
             self._modules = [self._load(path) for path in modules_for(ptx, own)]
         except BaseException:
@@ -123,7 +135,7 @@ class CudaCard:
     def close(self) -> None:
         """Release the context with all memory in it; it may be broken. Idempotent."""
         if self._context:
-            for stream in (self._compute, self._copies):  # copies into memory of ours may be under way
+            for stream in (self._compute, self._second, self._copies):  # copies into memory of ours may be under way
                 if stream:
                     self._lib.cuStreamSynchronize(stream)
             for address in self._registered:
@@ -161,19 +173,29 @@ class CudaCard:
         self.read_later(array, address)
         self._call("cuStreamSynchronize", self._compute)
 
-    def read_later(self, array: Array, address: int) -> None:
+    def read_later(self, array: Array, address: int, *, beside: bool = False) -> None:
         """Copy out in order; at once if the array is not page-locked."""
-        target = ctypes.c_void_p(array.ctypes.data)
-        self._call(
-            "cuMemcpyDtoHAsync_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes), self._compute
-        )
+        target, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+        stream = self._second if beside else self._compute
+        self._call("cuMemcpyDtoHAsync_v2", target, ctypes.c_uint64(address), size, stream)
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
+    def launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument, beside: bool = False
+    ) -> None:
         """Enqueue a kernel."""
         values = [kernel_argument(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         extent = [ctypes.c_uint(size) for size in (*grid, 1, threads, 1, 1, 0)]
-        self._call("cuLaunchKernel", self._functions[kernel], *extent, self._compute, pointers, None)
+        stream = self._second if beside else self._compute
+        self._call("cuLaunchKernel", self._functions[kernel], *extent, stream, pointers, None)
+
+    def branch(self) -> None:
+        """The second stream waits for the first."""
+        self._cross(self._compute, self._second)
+
+    def merge(self) -> None:
+        """The first stream waits for the second."""
+        self._cross(self._second, self._compute)
 
     def copy(self, pieces: Sequence[tuple[int, Array]], after: object) -> object:
         """Enqueue copies on the copy stream."""
@@ -196,9 +218,9 @@ class CudaCard:
         self._call("cuEventSynchronize", mark)
 
     def synchronize(self) -> None:
-        """Both streams are idle on return; events may be used again."""
-        self._call("cuStreamSynchronize", self._copies)
-        self._call("cuStreamSynchronize", self._compute)
+        """All streams are idle on return; events may be used again."""
+        for stream in (self._copies, self._second, self._compute):
+            self._call("cuStreamSynchronize", stream)
         for event in self._events:
             self._call("cuEventDestroy_v2", event)
         self._events.clear()
@@ -225,6 +247,11 @@ class CudaCard:
         self._call("cuEventRecord", event, stream)
         self._events.append(event)
         return event
+
+    def _cross(self, ahead: ctypes.c_void_p, behind: ctypes.c_void_p) -> None:
+        """One stream waits for what is in another by now. A wait keeps to the record before it: one event will do."""
+        self._call("cuEventRecord", self._crossing, ahead)
+        self._call("cuStreamWaitEvent", behind, self._crossing, ctypes.c_uint(0))
 
     def _load(self, path: Path) -> ctypes.c_void_p:
         text = path.read_bytes()

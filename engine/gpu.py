@@ -518,27 +518,35 @@ class GpuPrefill:
         heads, dim, channels, width = c.linear_num_value_heads, c.linear_value_head_dim, c.conv_channels, c.value_width
         window = 4 * number * CONV_WINDOW * channels
         self._norm(t["input_norm"], tokens)
-        self._product(t["qkvz"], self._at("normed"), self._at("qkvz"), tokens)
+        into_qkv, into_z = t["qkvz"].split(channels)
+        row_floats, skipped, qkv = channels + width, tokens - rows, self._at("qkvz")
+        z = qkv + 4 * (skipped * row_floats + channels)
+        self._product(into_qkv, self._at("normed"), qkv, tokens, stride=row_floats)
+        # z is needed at the end only: its product fills what the rule's kernels, bound by latency, leave idle.
+        self.card.branch()
+        normed = self._at("normed") + 4 * skipped * c.hidden_size
+        self._product(into_z, normed, z, rows, stride=row_floats, beside=True)
         self._float_product(t["ab"], "normed", "ab", tokens)
         blocks = -(-channels // 128)
         before, after = self._at("conv") + window, self._at("conv_next") + window
         conv_stops, ssm_stops = self._at("conv_stops"), self._at("ssm_stops")
         window_bytes, state_bytes = 4 * CONV_WINDOW * channels, 4 * heads * dim * dim
-        qkv, row = self._at("qkvz"), _int(channels + width)
+        row = _int(row_floats)
         self._launch(
             "conv1d_silu", (blocks, -(-tokens // 16)), 128,
             qkv, row, t["conv"].address, before, self._at("convolved"), _int(tokens), _int(channels),
         )  # fmt: skip
+        self.card.branch()
         ends = [(stop - part.first, conv_stops + i * window_bytes) for i, stop in enumerate(part.stops)]
         for end, window_at in (*ends, (tokens, after)):
             self._launch(
-                "conv1d_window", (blocks, 1), 128, qkv, row, before, window_at, _int(end), _int(channels)
+                "conv1d_window", (blocks, 1), 128, qkv, row, before, window_at, _int(end), _int(channels), beside=True
             )  # fmt: skip
         self._launch(
             "conv1d_window", (blocks, 1), 128,
-            after, _int(channels), after, before, _int(CONV_WINDOW), _int(channels),
+            after, _int(channels), after, before, _int(CONV_WINDOW), _int(channels), beside=True,
         )  # fmt: skip
-        a = self._at("ab")
+        a, state = self._at("ab"), self._at("ssm") + number * state_bytes
         for first in range(0, self._chunks, CHUNKS_AT_ONCE):
             count = min(CHUNKS_AT_ONCE, self._chunks - first)
             table = self._at("chunks") + 16 * first
@@ -547,19 +555,19 @@ class GpuPrefill:
                 self._at("convolved"), _int(channels), a, a + 4 * heads, _int(2 * heads), t["minus_a"].address,
                 t["dt_bias"].address, table, _int(c.linear_num_key_heads), c.rms_norm_eps, self._at("work"),
             )  # fmt: skip
-            state = self._at("ssm") + number * state_bytes
             self._launch(
                 f"gated_delta_scan_{dim}", (-(-dim // 32), heads), 256,
                 self._at("work"), table, _int(count), state, ssm_stops, self._at("delta"),
             )  # fmt: skip
+        self.card.merge()  # with z; what goes to the host holds nothing up
+        self.card.branch()
         if lands:
-            self.card.read_later(self._landed[0][number], before)
-            self.card.read_later(self._landed[1][number], self._at("ssm") + number * state_bytes)
+            self.card.read_later(self._landed[0][number], before, beside=True)
+            self.card.read_later(self._landed[1][number], state, beside=True)
         for i, (conv, ssm) in enumerate(self._left[: len(part.stops)]):
-            self.card.read_later(conv[number], conv_stops + i * window_bytes)
-            self.card.read_later(ssm[number], ssm_stops + i * state_bytes)
-        skipped = tokens - rows
-        delta, z = self._at("delta") + 4 * skipped * width, qkv + 4 * (skipped * (channels + width) + channels)
+            self.card.read_later(conv[number], conv_stops + i * window_bytes, beside=True)
+            self.card.read_later(ssm[number], ssm_stops + i * state_bytes, beside=True)
+        delta = self._at("delta") + 4 * skipped * width
         self._launch(
             "gated_norm", (heads, rows), 64,
             delta, _int(width), z, row, t["norm"].address, delta, _int(width), _int(dim),
@@ -603,10 +611,11 @@ class GpuPrefill:
         self._launch(
             "kv_store", (kv_heads, tokens), 64, k, v, row, pages, _int(part.first), _int(dim), _int(self._kv_f32)
         )  # fmt: skip
+        self.card.branch()
         layer_bytes = self._landed_pages.shape[2]
         for landed, page in enumerate(part.pages()):
             source = self._kv + page * self._page_bytes + number * layer_bytes
-            self.card.read_later(self._landed_pages[landed, number], source)
+            self.card.read_later(self._landed_pages[landed, number], source, beside=True)
         group = heads // kv_heads
         self._launch(
             f"attention_causal_{dim}", (-(-rows * group // 32), kv_heads), 256,
@@ -622,6 +631,10 @@ class GpuPrefill:
         inner, shared = c.moe_intermediate_size, c.shared_expert_intermediate_size
         pairs = tokens * chosen
         self._norm(t["post_norm"], tokens, skipped)
+        # The shared expert goes beside the routed ones: their plan is made by small kernels that leave a card idle. In
+        # turns, since Fermi has one queue for both streams.
+        self.card.branch()
+        self._product(t["shared_gate_up"], self._at("normed"), self._at("shared_gate_up"), tokens, beside=True)
         self._float_product(t["router"], "normed", "router", tokens)
         router, ids, weights = self._at("router"), self._at("chosen"), self._at("weights")
         stride = _int(experts + 1)
@@ -631,12 +644,12 @@ class GpuPrefill:
         self._launch("expert_count", (experts, 1), 256, ids, _int(pairs), counts)
         self._launch("expert_plan", (1, 1), 512, counts, _int(experts), None, starts, tiles, tile_count)
         self._launch("expert_scatter", (experts, 1), 256, ids, _int(pairs), _int(chosen), starts, rows, places)
+        self._swiglu("shared_gate_up", "shared_inner", tokens, shared, beside=True)
         self._grouped(t["experts_gate_up"], slot, "normed", rows, "gate_up", pairs)
+        self._product(t["shared_down"], self._at("shared_inner"), self._at("shared"), tokens, beside=True)
         self._swiglu("gate_up", "inner", pairs, inner)
         self._grouped(t["experts_down"], slot, "inner", None, "routed", pairs)
-        self._product(t["shared_gate_up"], self._at("normed"), self._at("shared_gate_up"), tokens)
-        self._swiglu("shared_gate_up", "shared_inner", tokens, shared)
-        self._product(t["shared_down"], self._at("shared_inner"), self._at("shared"), tokens)
+        self.card.merge()
         self._launch(
             "moe_combine", (-(-hidden // 128), tokens), 128,
             self._hidden(skipped), self._at("routed"), weights, places, _int(chosen), self._at("shared"),
@@ -653,12 +666,14 @@ class GpuPrefill:
             "rmsnorm", (1, tokens), 128, x, row, zero, gain.address, y, row, zero, row, self.config.rms_norm_eps
         )
 
-    def _product(self, w: Stored, x: int, y: int, tokens: int, *, accumulate: bool = False, stride: int = 0) -> None:
+    def _product(
+        self, w: Stored, x: int, y: int, tokens: int, *, accumulate: bool = False, stride: int = 0, beside: bool = False
+    ) -> None:
         """y = x W^T, or += ; rows of y are `stride` floats apart (0: as many as W has rows)."""
         self._launch(
             "matmul_q4", (-(-w.rows // 128), -(-tokens // 64)), 256,
             x, _int(w.cols), w.address, y, _int(stride or w.rows), _int(tokens), _int(w.rows), _int(w.cols),
-            _int(accumulate),
+            _int(accumulate), beside=beside,
         )  # fmt: skip
 
     def _float_product(self, w: Stored, x: str, y: str, tokens: int) -> None:
@@ -676,12 +691,14 @@ class GpuPrefill:
             self._at("tile_count"), _int(w.rows), _int(w.cols),
         )  # fmt: skip
 
-    def _swiglu(self, x: str, y: str, rows: int, inner: int) -> None:
+    def _swiglu(self, x: str, y: str, rows: int, inner: int, *, beside: bool = False) -> None:
         grid = -(-inner // 128), min(-(-rows // 4), 65535)
-        self._launch("swiglu", grid, 128, self._at(x), self._at(y), _int(rows), _int(inner))
+        self._launch("swiglu", grid, 128, self._at(x), self._at(y), _int(rows), _int(inner), beside=beside)
 
-    def _launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
-        self.card.launch(kernel, grid, threads, *arguments)
+    def _launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument, beside: bool = False
+    ) -> None:
+        self.card.launch(kernel, grid, threads, *arguments, beside=beside)
 
     def _hidden(self, row: int) -> int:
         return self._at("hidden") + 4 * row * self.config.hidden_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from card_models import card_checkpoint
+from reordered_card import ReorderedCard
 from tiny_models import deviation, load_model, vector_checkpoint
 
 import engine.engine
@@ -165,24 +166,47 @@ def test_passes_end_on_the_grid_of_their_segment_and_leave_few_states() -> None:
     assert resumed.tolist() == [[0, 27, 0, 0], [27, 32, -1, 0], [59, 20, -1, 0]]
 
 
-def test_what_stays_on_the_card_and_how_passes_are_cut_changes_no_bit(
-    weights: Weights, model: Model, driver: ctypes.CDLL
-) -> None:
-    """Everything resident and one pass, against experts that travel and several passes."""
-    streaming = None
+def streaming_memory(weights: Weights) -> int:
+    """So little memory that all experts travel and IDS take several passes."""
+    found = None
     for memory in range(6_000_000, 1_000_000, -100_000):
         try:
             plan = make_plan(weights, True, 1 << 30, CONTEXT, memory)
         except OutOfMemory:
             break
         if not plan.resident and plan.pass_tokens < len(IDS) <= plan.kv_tokens:
-            streaming = memory
-    assert streaming is not None
+            found = memory
+    assert found is not None
+    return found
+
+
+def test_what_stays_on_the_card_and_how_passes_are_cut_changes_no_bit(
+    weights: Weights, model: Model, driver: ctypes.CDLL
+) -> None:
+    """Everything resident and one pass, against experts that travel and several passes."""
+    streaming = streaming_memory(weights)
     results = []
     for limit in (None, streaming):
         gpu, state = on_card(weights, model, CudaCard(PTX), limit), model.new_state()
         assert bool(gpu.plan.resident) == (limit is None)
         results.append((run(gpu, state, IDS).tobytes(), contents(state)))
+        gpu.close()
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "order", [("first", "second", "copies"), ("second", "first", "copies"), ("copies", "second", "first")], ids="-".join
+)
+def test_streams_may_run_in_any_order_that_their_events_allow(
+    weights: Weights, model: Model, driver: ctypes.CDLL, order: Sequence[str]
+) -> None:
+    starts, stops, results = (130, 195, 203), (64, 130, 203), []
+    for card in (CudaCard(PTX), ReorderedCard(PTX, order)):
+        gpu, state, found = on_card(weights, model, card, streaming_memory(weights)), model.new_state(), []
+        logits = run(
+            gpu, state, IDS, starts=starts, stops=stops, reached=lambda: found.append(contents(state))  # noqa: B023
+        )  # fmt: skip
+        results.append((logits.tobytes(), contents(state), found))
         gpu.close()
     assert results[0] == results[1]
 

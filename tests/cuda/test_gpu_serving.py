@@ -26,11 +26,11 @@ logging.basicConfig(level="INFO")
 cuda_driver._LIBRARY, flag = sys.argv[1], Path(sys.argv[2])
 launch = cuda_driver.CudaCard.launch
 
-def fail(card, *arguments):
+def fail(card, *arguments, **keywords):
     while not flag.exists():
         time.sleep(0.01)
     card._lib.fake_fail(b"cuLaunchKernel", 700)
-    launch(card, *arguments)
+    launch(card, *arguments, **keywords)
 
 cuda_driver.CudaCard.launch = fail
 settings = load_settings({"device": "gpu", "gpu_min_tokens": 1, "port": 0, "threads": 1, "no_cache": True})

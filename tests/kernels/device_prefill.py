@@ -45,7 +45,9 @@ class ProfiledCard(CudaCard):
         super().__init__(ptx, newest=newest)
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def launch(self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument) -> None:
+    def launch(
+        self, kernel: str, grid: tuple[int, int], threads: int, *arguments: Argument, beside: bool = False
+    ) -> None:
         begin = time.perf_counter()
         super().launch(kernel, grid, threads, *arguments)
         self.finish(self.mark())

@@ -166,7 +166,7 @@ int cuMemHostUnregister(void *address) {
     registered.erase((uint64_t)address);
     return --objects < 0;
 }
-int cuStreamCreate(void **stream, unsigned) {
+int cuStreamCreateWithPriority(void **stream, unsigned, int) {
     *stream = &failing;
     ++objects;
     return 0;
