@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.errors import ApiError
-from server.toolcalls import JSON_TYPES, json_types, parameter_types, resolve, typed_value
+from server.toolcalls import JSON_TYPES, json_types, parameter_types, pointed, read_value, resolve
 
 Schema = Mapping[str, Any]
 
@@ -42,6 +42,11 @@ _ONE_SCHEMA = frozenset({
 })  # fmt: skip
 _SEVERAL_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 _MAX_ALTERNATIVES = 64
+# References that lead to references, and so on.
+_MAX_CHAIN = 64
+_MAX_EXPRESSIONS = 6
+# Compiling takes time with the square of an expression's length.
+_MAX_PATTERN = 4096
 
 _YEAR_TO_DAY = (
     r"[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -94,6 +99,7 @@ def function_rules(rule: str, function: Function) -> list[str]:
             f"{rule}: {opening} {rule}_any*",
             f'{rule}_any: /<parameter=[^<>\\n]+>\\n/ raw_text "\\n"',
         ]
+    check_expressions(function.schema)
     parts, lines = [opening], []
     for index, (key, value, required) in enumerate(_parameters(function.schema or {})):
         name = f"{rule}_{index}"
@@ -110,8 +116,8 @@ def parameter_rules(rule: str, schema: Schema, key: str, value: Any) -> list[str
     try:
         if "string" not in parameter_types(schema, key) and isinstance(value, Mapping):
             return [f"{rule}: {opening} {_json_rule(value, schema)} {lark_string(_VALUE_END)}"]
-        alternatives = _Alternatives(rule, schema, key)
-        alternatives.collect(_branches(value, schema, {}))
+        alternatives = _Alternatives(rule, schema, parameter_types(schema, key))
+        alternatives.collect(_branches(value, schema, {}, 0))
         body = alternatives.body()
     except UnboundError as error:
         raise UnboundError(f"parameter '{key}': {error}") from None
@@ -130,9 +136,7 @@ def text_alone(line: str) -> str | None:
     """A grammar of nothing but the string that a line of `parameter_rules` defines, if it must match several
     expressions."""
     terminal, _, definition = line.partition(": ")
-    if not terminal.isupper() or " & /" not in definition:
-        return None
-    return f"start: {terminal}\n{line}\n"
+    return f"start: TEXT\nTEXT: {definition}\n" if terminal.isupper() and " & /" in definition else None
 
 
 def plain_schema(schema: Any, refer: Callable[[str], str] | None = None) -> Any:
@@ -154,12 +158,57 @@ def plain_schema(schema: Any, refer: Callable[[str], str] | None = None) -> Any:
             copy[word] = refer(value)
         elif word != "format" or value in _FORMATS:
             copy[word] = value
+        if word == "pattern" and isinstance(value, str):
+            _check_pattern(value)
+        elif word == "patternProperties" and isinstance(value, Mapping):
+            for pattern in value:
+                _check_pattern(pattern)
     required = schema.get("required")
     needed = schema.get("minProperties")
     if isinstance(needed, int) and needed > 1 + len(required if isinstance(required, list) else ()):
         # The grammar does not keep the names of further properties apart, and one that comes twice counts once.
         raise UnboundError(f"'minProperties' {needed} asks for several properties that 'required' does not name")
     return copy
+
+
+def check_expressions(schema: Any) -> None:
+    """UnboundError if one string had to match many expressions at once: the compiler's time doubles with each.
+
+    schema: a whole document, to whose parts its references lead.
+    """
+    weights: dict[int, int] = {}
+    waiting = [schema]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, Mapping):
+            _expressions(here, schema, weights, 0)
+            waiting += here.values()
+        elif isinstance(here, list):
+            waiting += here
+
+
+def _expressions(schema: Any, root: Schema, known: dict[int, int], depth: int) -> int:
+    """How many expressions a string must match to fit `schema`, at most. known: results by identity."""
+    if not isinstance(schema, Mapping):
+        return 0
+    if id(schema) in known:
+        return known[id(schema)]
+    if depth > _MAX_CHAIN:
+        raise UnboundError(f"its references are nested deeper than {_MAX_CHAIN} levels")
+    known[id(schema)] = 0
+    count = sum(isinstance(schema.get(word), str) for word in ("pattern", "format"))
+    if isinstance(schema.get("$ref"), str):
+        count += _expressions(pointed(schema["$ref"], root), root, known, depth + 1)
+    for word, combine in (("allOf", sum), ("anyOf", max), ("oneOf", max)):
+        parts = schema.get(word)
+        if isinstance(parts, list) and parts:
+            count += combine([_expressions(part, root, known, depth + 1) for part in parts])
+    if count > _MAX_EXPRESSIONS:
+        raise UnboundError(
+            f"a string has to fit {count} 'pattern' and 'format' at once, at most {_MAX_EXPRESSIONS} may"
+        )
+    known[id(schema)] = count
+    return count
 
 
 def lark_string(text: str) -> str:
@@ -173,7 +222,7 @@ class _Alternatives:
 
     rule: str
     schema: Schema
-    key: str
+    allowed: frozenset[str]
     lines: list[str] = field(default_factory=list)
     _literals: dict[str, None] = field(default_factory=dict)
     _strings: list[Schema] = field(default_factory=list)
@@ -233,14 +282,13 @@ class _Alternatives:
         # The tag within a value would end it for whoever reads the call.
         unlike = [r"(?s:.*)</parameter>(?s:.*)"]
         # What reads like another of the allowed types would be taken for it.
-        allowed = parameter_types(self.schema, self.key)
-        if "null" in allowed:
+        if "null" in self.allowed:
             unlike.append(r"\s*(?:null|None)\s*")
-        if "boolean" in allowed:
+        if "boolean" in self.allowed:
             unlike.append(r"\s*(?:true|false|True|False)\s*")
-        if allowed & {"integer", "number"}:
+        if self.allowed & {"integer", "number"}:
             unlike.append(r"\s*-?[0-9](?s:.*)")
-        if allowed & {"object", "array"}:
+        if self.allowed & {"object", "array"}:
             unlike.append(r"\s*[\[{](?s:.*)")
         return [*expressions, *(f"~{_lark_regex(expression)}" for expression in unlike)]
 
@@ -258,12 +306,12 @@ class _Alternatives:
                 continue
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             # A text that would be read as another value cannot stand for this one.
-            read = typed_value(text, self.schema, self.key)
+            read = read_value(text, self.allowed)
             if type(read) is type(value) and read == value:
                 self._literals[text] = None
 
     def _is_string(self, word: str) -> bool:
-        return isinstance(typed_value(word, self.schema, self.key), str)
+        return isinstance(read_value(word, self.allowed), str)
 
 
 def _parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
@@ -299,18 +347,21 @@ def _parameters(schema: Schema) -> list[tuple[str, Any, bool]]:
 
 
 def _json_rule(value: Schema, root: Schema) -> str:
-    """An inline grammar of one JSON value. Where it refers to other parts of the whole schema, that travels along."""
-    followed: list[str] = []
+    """An inline grammar of one JSON value. Parts of the whole schema that it refers to travel along."""
+    numbers: dict[str, int] = {}
 
     def refer(reference: str) -> str:
-        followed.append(reference)
-        return "#/$defs/root" + reference[1:] if reference == "#" or reference.startswith("#/") else reference
+        return f"#/$defs/{numbers.setdefault(reference, len(numbers))}"
 
     definition = plain_schema({word: part for word, part in value.items() if word not in _ANNOTATIONS}, refer)
-    if followed:
-        whole = {word: part for word, part in root.items() if word not in ("$id", "$schema")}
-        definition["$defs"] = {"root": plain_schema(whole, refer)}
-    return json_grammar(definition)
+    parts: dict[str, Any] = {}
+    while len(parts) < len(numbers):
+        reference = list(numbers)[len(parts)]
+        target = pointed(reference, root)
+        if target is None:
+            raise UnboundError(f"'$ref' {reference!r} leads nowhere")
+        parts[str(len(parts))] = plain_schema(target, refer)
+    return json_grammar({**definition, "$defs": parts} if parts else definition)
 
 
 def json_grammar(schema: Schema) -> str:
@@ -318,11 +369,15 @@ def json_grammar(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE}, ensure_ascii=False)}"
 
 
-def _branches(schema: Any, root: Schema, known: dict[int, list[dict[str, Any]] | None]) -> list[dict[str, Any]]:
+def _branches(
+    schema: Any, root: Schema, known: dict[int, list[dict[str, Any]] | None], depth: int
+) -> list[dict[str, Any]]:
     """Schemas without references and alternatives, one of which a value must fit to fit `schema`.
 
     known: results by identity, None while one is being made, so that each part of a schema is looked at once.
     """
+    if depth > _MAX_CHAIN:
+        raise UnboundError(f"its references are nested deeper than {_MAX_CHAIN} levels")
     if schema is True:
         return [{}]
     if schema is False:
@@ -342,12 +397,12 @@ def _branches(schema: Any, root: Schema, known: dict[int, list[dict[str, Any]] |
         target = resolve(schema, root)
         if not target:
             raise UnboundError(f"'$ref' {schema['$ref']!r} leads nowhere")
-        found = _both(found, _branches(target, root, known))
+        found = _both(found, _branches(target, root, known, depth + 1))
     for part in _parts(schema, "allOf"):
-        found = _both(found, _branches(part, root, known))
+        found = _both(found, _branches(part, root, known, depth + 1))
     for word in ("anyOf", "oneOf"):
         if word in schema:
-            options = [_branches(part, root, known) for part in _parts(schema, word)]
+            options = [_branches(part, root, known, depth + 1) for part in _parts(schema, word)]
             if word == "oneOf" and not _are_apart(options):
                 raise UnboundError("'oneOf' has alternatives that may both fit")
             found = _both(found, [branch for option in options for branch in option])
@@ -433,10 +488,16 @@ def _string_regexes(text: Schema) -> list[str]:
     if "pattern" in text:
         if not isinstance(text["pattern"], str):
             raise UnboundError("'pattern' must be a string")
+        _check_pattern(text["pattern"])
         expressions.append(_anchored(text["pattern"]))
     if text.get("format") in _FORMATS:
         expressions.append(_FORMATS[text["format"]])
     return expressions
+
+
+def _check_pattern(pattern: str) -> None:
+    if len(pattern) > _MAX_PATTERN:
+        raise UnboundError(f"a 'pattern' of {len(pattern)} characters, at most {_MAX_PATTERN} are read")
 
 
 def _anchored(pattern: str) -> str:

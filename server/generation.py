@@ -23,6 +23,7 @@ from server.schema import (
     ResponseFormat,
     StructuredOutputs,
     Tool,
+    check_nesting,
 )
 from server.sequel import ChatSequel
 from server.textstream import TextStream
@@ -253,6 +254,7 @@ def _schema_object(schema: dict[str, Any] | str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise invalid("'structured_outputs.json' must be a JSON schema object.", "structured_outputs.json")
+    check_nesting(value, "structured_outputs.json")
     return value
 
 

@@ -10,6 +10,8 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import llguidance
@@ -23,6 +25,21 @@ from server.errors import ApiError
 
 # Raw text up to the closing tag; the tag itself belongs to the rule.
 _RAW_TEXT = 'raw_text[suffix="\\n</parameter>"]: /(?s:.*)/'
+
+
+# Characters that are read. Compiling takes time with the square of the length, or as long as the text allows.
+_MAX_SCHEMA, _MAX_RULES, _MAX_LARK, _MAX_REGEX, _MAX_CHOICES = 1 << 17, 1 << 22, 1 << 15, 1 << 14, 1 << 20
+_MAX_INTERSECTIONS = 6
+# The compiler calls itself for every rule that leads to a rule, some 10 kB each; within the limits above that is at
+# most 130 MB. An overflow would end the process.
+_STACK_BYTES = 1 << 28
+
+
+# How the compiler says that it gave up.
+_TOO_LARGE = ("Too many items", "fuel", "too many expressions", "panic", "too big", "too large", "Current row has")
+
+# The size of new stacks is one for all threads.
+_STACK_SIZE = threading.Lock()
 
 
 class Grammar:
@@ -87,23 +104,33 @@ class GrammarCompiler:
     def json_value(self, schema: Mapping[str, Any], param: str) -> Grammar:
         """Exactly one JSON value that fits `schema`."""
         try:
+            call_grammar.check_expressions(schema)
             text = json.dumps(call_grammar.plain_schema(schema), ensure_ascii=False)
+            _check_length(text, _MAX_SCHEMA, param)
         except UnboundError as error:
             raise _refusal(param, str(error)) from None
         return self._compile(llguidance.LLMatcher.grammar_from_json_schema(text, call_grammar.JSON_STYLE), param)
 
     def regex(self, pattern: str, param: str) -> Grammar:
         """Text that matches `pattern` as a whole (Rust regex syntax)."""
+        _check_length(pattern, _MAX_REGEX, param)
         return self._compile(llguidance.LLMatcher.grammar_from_regex(pattern), param)
 
     def lark(self, text: str, param: str) -> Grammar:
         """Text of a Lark grammar, with llguidance's extensions."""
+        _check_length(text, _MAX_LARK, param)
+        try:
+            _check_lark(text)
+        except UnboundError as error:
+            raise _refusal(param, str(error)) from None
         return self._compile(llguidance.LLMatcher.grammar_from_lark(text), param)
 
     def choice(self, options: Sequence[str], param: str) -> Grammar:
         """One of several texts."""
         # A terminal: thousands of alternatives in a rule are more than the parser follows.
-        return self.lark(f"start: OPTION\nOPTION: {' | '.join(map(lark_string, options))}\n", param)
+        text = f"start: OPTION\nOPTION: {' | '.join(map(lark_string, options))}\n"
+        _check_length(text, _MAX_CHOICES, param)
+        return self._compile(llguidance.LLMatcher.grammar_from_lark(text), param)
 
     def tool_calls(
         self,
@@ -133,9 +160,12 @@ class GrammarCompiler:
         ]
         for rule, function in zip(names, functions, strict=True):
             try:
+                if function.bound and len(json.dumps(function.schema)) > _MAX_SCHEMA:
+                    raise UnboundError(f"it is longer than {_MAX_SCHEMA} characters")
                 lines += call_grammar.function_rules(rule, function)
             except UnboundError as error:
                 raise call_grammar.refusal(function.name, str(error)) from None
+        _check_length("\n".join(lines), _MAX_RULES, "tools")
         tokenizer = self._loaded()
         matcher = _matcher(tokenizer, llguidance.LLMatcher.grammar_from_lark("\n".join(lines) + "\n"))
         if matcher.is_error() or self._has_contradiction(lines):
@@ -144,8 +174,8 @@ class GrammarCompiler:
 
     def _has_contradiction(self, lines: Iterable[str]) -> bool:
         """Whether a string must be several things of which it cannot be all: a call would get stuck there."""
-        texts = (call_grammar.text_alone(line) for line in lines)
-        sources = [llguidance.LLMatcher.grammar_from_lark(text) for text in texts if text is not None]
+        texts = {text for line in lines if (text := call_grammar.text_alone(line)) is not None}
+        sources = [llguidance.LLMatcher.grammar_from_lark(text) for text in sorted(texts)]
         return any(_matcher(self._loaded(), source).is_error() for source in sources)
 
     def _culprit(self, functions: Sequence[Function], or_json: Mapping[str, Any] | None) -> ApiError | None:
@@ -182,8 +212,41 @@ class GrammarCompiler:
             return self._tokenizer
 
 
+def _check_lark(text: str) -> None:
+    """UnboundError for grammars whose compilation might not end: its time doubles with each intersection."""
+    bare = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", text)
+    if bare.count("&") > _MAX_INTERSECTIONS:
+        raise UnboundError(f"it has {bare.count('&')} intersections, at most {_MAX_INTERSECTIONS} are read")
+    for found in re.finditer(r"%json\s*", text):
+        with suppress(ValueError, RecursionError):  # the compiler says what is wrong
+            call_grammar.check_expressions(json.JSONDecoder().raw_decode(text, found.end())[0])
+
+
+def _check_length(text: str, most: int, param: str) -> None:
+    if len(text) > most:
+        raise _refusal(param, f"it has {len(text)} characters, at most {most} are read")
+
+
 def _matcher(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
     """A matcher at its start, in error if `source` is no grammar or nothing fits it."""
+    made: Future[llguidance.LLMatcher] = Future()
+
+    def compile_it() -> None:
+        try:
+            made.set_result(_compiled(tokenizer, source))
+        except BaseException as error:
+            made.set_exception(error)
+
+    with _STACK_SIZE:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=compile_it, name="fermion-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+    return made.result()
+
+
+def _compiled(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
     if not matcher.is_error():
         # Some grammars turn out to be empty, or too large, only when the first token is looked for.
@@ -196,6 +259,7 @@ def _matcher(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMat
 
 def _json_answer(schema: Mapping[str, Any]) -> str:
     try:
+        call_grammar.check_expressions(schema)
         return call_grammar.json_grammar(call_grammar.plain_schema(schema))
     except UnboundError as error:
         raise _refusal("response_format", str(error)) from None
@@ -219,7 +283,7 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
     text = matcher.get_error().split("\n<state>")[0].strip()
     if "NoExtension" in text:
         return "there is no text that fits it"
-    if "Too many items" in text or "fuel exhausted" in text or "too many expressions" in text:
+    if any(words in text for words in _TOO_LARGE):
         return "it is too large, or repeats itself without an end"
     # Regular expressions: the expression with a mark below, and what is wrong in the last line.
     wrong = re.search(r"^error: (.*)", text, re.MULTILINE)

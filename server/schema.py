@@ -382,7 +382,7 @@ def parse_json(body: bytes) -> Any:
         raise invalid("The request body is nested too deeply.", None, "invalid_json") from None
     except ValueError as error:
         raise invalid(f"The request body is not valid JSON: {error}.", None, "invalid_json") from None
-    _check_value(value, "", 0)
+    check_nesting(value, "")
     return value
 
 
@@ -396,7 +396,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check_value(value: Any, path: str, depth: int) -> None:
+def check_nesting(value: Any, path: str, depth: int = 0) -> None:
     """Refuse nesting over MAX_DEPTH and text that no UTF-8 can carry (half of a surrogate pair)."""
     if depth > MAX_DEPTH:
         raise invalid(f"The request body is nested deeper than {MAX_DEPTH} levels.", None, "invalid_json")
@@ -405,10 +405,10 @@ def _check_value(value: Any, path: str, depth: int) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             _check_text(key, path, is_key=True)
-            _check_value(item, f"{path}.{key}" if path else key, depth + 1)
+            check_nesting(item, f"{path}.{key}" if path else key, depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_value(item, f"{path}[{index}]", depth + 1)
+            check_nesting(item, f"{path}[{index}]", depth + 1)
 
 
 def _check_text(text: str, path: str, *, is_key: bool = False) -> None:

@@ -35,6 +35,8 @@ _OPENING_BEGIN = re.compile(r"<tool_call>\s*(?:<function=[^<>\n]*)?$")
 _BARE_OPENING = re.compile(r"(?:\A|(?<=\n))<function=([^<>\n]+)>")
 _PARAMETER_HEAD = re.compile(r"<parameter=([^<>\n]+)>")
 _AFTER_VALUE = re.compile(r"\s*(?:<parameter=|</function>|</tool_call>)")
+# Schemas within schemas that are looked into for the type of a parameter.
+_MAX_DEPTH = 16
 _AFTER_VALUE_WORDS = (_PARAMETER, _FUNCTION_END, CALL_END)
 
 JSON_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
@@ -291,7 +293,7 @@ def parameter_types(schema: Mapping[str, Any] | None, key: str) -> frozenset[str
     properties = resolve(schema, root).get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return JSON_TYPES
-    return _types(properties[key], root, {})
+    return _types(properties[key], root, {}, 0)
 
 
 def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -302,18 +304,25 @@ def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return schema
-        if not reference.startswith("#"):
-            return {}
-        target: Any = root
-        for step in reference[1:].split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            target = target.get(step) if isinstance(target, Mapping) else None
-        schema = target
+        schema = pointed(reference, root)
     return {}
 
 
-def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]]) -> frozenset[str]:
+def pointed(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a local reference points to; None: nothing, or it is not local."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    target: Any = root
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target
+
+
+def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]], depth: int) -> frozenset[str]:
     """JSON types that `schema` allows. known: results by identity: references make short schemas endlessly wide."""
+    if depth > _MAX_DEPTH:
+        return JSON_TYPES
     here = resolve(schema, root)
     if id(here) in known:
         return known[id(here)]
@@ -327,10 +336,10 @@ def _types(schema: Any, root: Mapping[str, Any], known: dict[int, frozenset[str]
     for word in ("anyOf", "oneOf"):
         branches = here.get(word)
         if isinstance(branches, Sequence) and not isinstance(branches, str) and branches:
-            allowed &= frozenset().union(*(_types(branch, root, known) for branch in branches))
+            allowed &= frozenset().union(*(_types(branch, root, known, depth + 1) for branch in branches))
     parts = here.get("allOf")
     for branch in parts if isinstance(parts, list) else ():
-        allowed &= _types(branch, root, known)
+        allowed &= _types(branch, root, known, depth + 1)
     if isinstance(values := here.get("enum"), Sequence) and not isinstance(values, str):
         allowed &= frozenset().union(*(json_types(value) for value in values))
     elif "const" in here:
@@ -365,7 +374,11 @@ def typed_value(text: str, schema: Mapping[str, Any] | None, key: str) -> Any:
 
     Text that fits no allowed type stays text: the caller's own validation will say so, and nothing is lost.
     """
-    allowed = parameter_types(schema, key)
+    return read_value(text, parameter_types(schema, key))
+
+
+def read_value(text: str, allowed: frozenset[str]) -> Any:
+    """`typed_value` where these types are allowed."""
     if allowed == {"string"}:
         return text
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,74 @@ def test_short_schemas_of_endless_width_cost_nothing(compiler: GrammarCompiler, 
     assert parameter_types(schema, "a")
     with pytest.raises(ApiError, match="cannot be bound"):
         compiler.tool_calls([Function("f", schema, bound=True)], parallel=False)
+
+
+def chain(length: int, link: str) -> dict[str, Any]:
+    """A schema that leads over `length` definitions to an integer."""
+    links = {f"l{number}": json.loads(link.replace("NEXT", f"#/$defs/l{number + 1}")) for number in range(length)}
+    return {"$ref": "#/$defs/l0", "$defs": {**links, f"l{length}": {"type": "integer"}}}
+
+
+MANY_PATTERNS = {"allOf": [{"type": "string", "pattern": "a" * number} for number in range(1, 31)]}
+
+
+def chain_of_patterns(length: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for number in range(length):
+        schema = {"pattern": "a" * number, "allOf": [schema]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("link", "length"),
+    [('{"$ref": "NEXT"}', 3600), ('{"items": {"$ref": "NEXT"}}', 2700), ('{"anyOf": [{"$ref": "NEXT"}]}', 2600)],
+)
+def test_long_chains_do_not_end_the_process(compiler: GrammarCompiler, link: str, length: int) -> None:
+    """The compiler calls itself for each link; on a usual stack it overflows, and takes the server with it."""
+    with suppress(ApiError):
+        compiler.json_value(chain(length, link), "x").matcher().allowed()
+    arguments = arguments_of({"$ref": "#/$defs/l0"}, **{"$defs": chain(length, link)["$defs"]})
+    assert parameter_types(arguments, "a")
+    with suppress(ApiError):
+        compiler.tool_calls([Function("f", arguments, bound=True)], parallel=False).matcher().allowed()
+
+
+def test_long_chains_of_rules_do_not_end_the_process(compiler: GrammarCompiler) -> None:
+    rules = "".join(f"r{number}:r{number + 1}\n" for number in range(2500))
+    compiler.lark(f'start:r0\n{rules}r2500:"x"\n', "x").matcher().allowed()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda compiler: compiler.regex("[a-z]?" * 3000, "x"), "18000 characters"),
+        (lambda compiler: compiler.regex("[a-z]?" * 2000, "x"), "too large"),
+        (lambda compiler: compiler.lark('start: "a"' + " " * 40000, "x"), "40010 characters"),
+        (lambda compiler: compiler.choice(["x" * 2_000_000], "x"), "characters"),
+        (lambda compiler: compiler.json_value({"type": "string", "pattern": "a" * 5000}, "x"), "5000 characters"),
+        (lambda compiler: compiler.json_value({"enum": ["a" * 200_000]}, "x"), "characters"),
+        (lambda compiler: compiler.json_value(MANY_PATTERNS, "x"), "30 'pattern' and 'format' at once"),
+        (lambda compiler: compiler.json_value({"items": chain_of_patterns(30)}, "x"), "7 'pattern'"),
+        (lambda compiler: compiler.json_value(chain(100, '{"$ref": "NEXT"}'), "x"), "deeper than 64"),
+        (lambda compiler: compiler.lark(f"start: %json {json.dumps(MANY_PATTERNS)}", "x"), "30 'pattern'"),
+        (lambda compiler: compiler.lark(f'start: T\nT: /a/ & "&"{" & /d/" * 9}', "x"), "10 intersections"),
+        (lambda compiler: compiler.tool_calls([Function("f", arguments_of({"type": "array", "items": MANY_PATTERNS}),
+                                                        bound=True)], parallel=False), "30 'pattern'"),
+        (lambda compiler: compiler.tool_calls([Function("f", {"title": "a" * 200_000}, bound=True)], parallel=False),
+         "longer than"),
+    ],
+)  # fmt: skip
+def test_what_would_take_too_long_is_refused(
+    compiler: GrammarCompiler, make: Callable[[GrammarCompiler], Grammar], named: str
+) -> None:
+    with pytest.raises(ApiError, match=named):
+        make(compiler)
+
+
+def test_many_values_take_no_time(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = arguments_of({"enum": [f"v{number}" for number in range(8_000)]})
+    grammar = compiler.tool_calls([Function("f", schema, bound=True)], parallel=False)
+    assert allows(grammar, tokenizer, call_text([("a", "v7999")]))
 
 
 @pytest.mark.parametrize(
