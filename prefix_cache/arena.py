@@ -46,7 +46,8 @@ class Arena:
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else "more than can be addressed"
             raise CacheError(f"{capacity_bytes} bytes cannot be had: {reason}") from None
-        self._memory: UInt8Array = np.frombuffer(self._map, dtype=np.uint8).reshape(self.blocks, block_bytes)
+        self._flat: UInt8Array = np.frombuffer(self._map, dtype=np.uint8)
+        self._memory: UInt8Array = self._flat.reshape(self.blocks, block_bytes)
         self._returned: list[int] = []  # free, and written before: taken first
         self._fresh = 0  # this block and those behind it were never reserved
         self._prepared_bytes = 0  # of the arena, from its start
@@ -76,9 +77,9 @@ class Arena:
         self.high_water = max(self.high_water, self.blocks - self.free)
         return taken
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks back."""
-        for block in blocks:
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give blocks back. They are taken again in the same order."""
+        for block in reversed(blocks):
             assert self._used[block], f"block {block} released twice"
             self._used[block] = 0
             self._returned.append(block)
@@ -90,7 +91,7 @@ class Arena:
         if begin >= end:
             return False
         end = min(end, begin + _TOUCHED_AT_ONCE)
-        touch(self._memory.reshape(-1)[begin:end])
+        touch(self._flat[begin:end])
         self._prepared_bytes = end
         return True
 
@@ -113,10 +114,16 @@ class Arena:
         return view
 
     def views(self, blocks: Sequence[int], nbytes: int) -> list[UInt8Array]:
-        """Writable views of reserved blocks that hold `nbytes` together, the last one cut."""
-        found = [self.view(block) for block in blocks]
-        if found:
-            found[-1] = found[-1][: nbytes - (len(blocks) - 1) * self.block_bytes]
+        """Writable views of reserved blocks that hold `nbytes` together: one of each run of blocks that lie one
+        behind another, the last one cut."""
+        found: list[UInt8Array] = []
+        size, at = self.block_bytes, 0
+        while at < len(blocks):
+            first, begin = blocks[at], at
+            while at < len(blocks) and blocks[at] == first + at - begin:
+                assert self._used[blocks[at]], f"block {blocks[at]} is not reserved"
+                at += 1
+            found.append(self._flat[first * size : first * size + min(at * size, nbytes) - begin * size])
         return found
 
     def is_used(self, block: int) -> bool:
@@ -157,4 +164,6 @@ def copy_pieces(pieces: Pieces) -> None:
 
 def as_bytes(array: npt.NDArray[np.generic]) -> UInt8Array:
     """The memory of a C-contiguous array, uint8 [nbytes]."""
+    if array.ndim == 1 and array.flags.c_contiguous:
+        return array.view(np.uint8)
     return np.frombuffer(array.data.cast("B"), dtype=np.uint8)

@@ -62,7 +62,7 @@ class Lease:
         self.exact_tokens = entry.position if exact == EXACT else exact * PAGE_TOKENS
         self.pages = [read_only(arena.view(p.block)) for p in page_chain(copy.leaf)]
         self.tail = None if copy.tail is None else read_only(arena.view(copy.tail))
-        self._recurrent = cache._index.payload_views(copy.recurrent)
+        self._recurrent = arena.views(copy.recurrent, cache.geometry.recurrent_bytes)
 
     def restore(self, targets: Iterable[npt.NDArray[np.generic]]) -> None:
         """Fill C-contiguous arrays with the recurrent payload, in the order `StateSource.recurrent` gave it.
@@ -474,7 +474,9 @@ class PrefixCache:
             if page.size != geometry.page_bytes:
                 raise CacheError(f"KV page {index} has {page.size} bytes, expected {geometry.page_bytes}")
             found.append((arena.view(block), page))
-        found += pieces(self._index.payload_views(recurrent), source.recurrent(), geometry.recurrent_bytes)
+        found += pieces(
+            arena.views(recurrent, geometry.recurrent_bytes), source.recurrent(), geometry.recurrent_bytes
+        )
         return found
 
     def _keeps_existing(self, key: PromptKey, nodes: list[Node], tail_key: bytes, exact_pages: int) -> bool:

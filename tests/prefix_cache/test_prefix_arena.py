@@ -46,6 +46,23 @@ def test_pieces_there_and_back_are_inverse_over_odd_sizes():
         assert np.array_equal(a, b)
 
 
+def test_views_join_blocks_that_lie_one_behind_another():
+    arena = Arena(64, 64 * 10)
+    blocks = arena.reserve(10)
+    for index, block in enumerate(blocks):
+        arena.view(block)[:] = index
+    for chosen, lengths in (([0, 1, 2], [192]), ([0, 2, 3, 9, 8], [64, 128, 64, 64]), ([5], [64])):
+        views = arena.views(chosen, 64 * len(chosen) - 10)
+        assert [view.size for view in views] == [*lengths[:-1], lengths[-1] - 10]
+        expected = np.repeat(chosen, 64)[: 64 * len(chosen) - 10]
+        assert np.array_equal(np.concatenate(views), expected)
+    arena.release([3, 4, 5, 6])
+    assert arena.reserve(4) == [3, 4, 5, 6]
+    arena.release([2])
+    with pytest.raises(AssertionError):
+        arena.views([1, 2], 128)
+
+
 @pytest.mark.parametrize("size", [0, 200, 202, 500])
 def test_wrong_payload_size_is_refused(size):
     arena = Arena(64, 64 * 10)
