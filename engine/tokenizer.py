@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, RequestError
 from engine.json_file import read_json_object
 
 FILE_NAME = "tokenizer.json"
@@ -50,10 +50,18 @@ class Tokenizer:
         return Tokenizer(read_definition(directory), path)
 
     def encode(self, text: str, allow_special: bool) -> list[int]:
-        """Ids of `text`. allow_special: added tokens in the text become their ids; else they are spelt out as text."""
+        """Ids of `text`. allow_special: added tokens in the text become their ids; else they are spelt out as text.
+
+        RequestError for a text that the package cannot divide."""
         tokenizer = self._template if allow_special else self._plain
         # A batch of one: unlike `encode`, it leaves the interpreter to other threads, and texts can be megabytes.
-        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except BaseException as error:
+            # The package gives up on runs of some ten million blanks, in a way that no `except Exception` sees.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(f"A text of {len(text)} characters cannot be divided into tokens: {error}") from None
         return ids
 
     @cached_property

@@ -102,6 +102,8 @@ class SpecialTextGuard:
         self._mark = f"\ue000{secrets.token_hex(16)}"
         self._replaced: list[str] = []
         self._indices: dict[str, int] = {}
+        self._beginnings = tuple({text[:length] for text in self._specials for length in range(1, len(text))})
+        self._endings = tuple({text[-length:] for text in self._specials for length in range(2, len(text))})
         self._pattern = re.compile("|".join(map(re.escape, self._specials))) if self._specials else None
 
     def protect(self, value: Any) -> Any:
@@ -120,9 +122,9 @@ class SpecialTextGuard:
         text = self._pattern.sub(lambda match: self._mark_for(match.group()), text)
         # Halves of a special-token string at an edge could be completed by whatever the template puts beside them;
         # a mark that stands for nothing keeps them apart.
-        if any(text.endswith(special[:length]) for special in self._specials for length in range(1, len(special))):
+        if text.endswith(self._beginnings):
             text = text + self._mark_for("")
-        if any(text.startswith(special[-length:]) for special in self._specials for length in range(2, len(special))):
+        if text.startswith(self._endings):
             text = self._mark_for("") + text
         return text
 

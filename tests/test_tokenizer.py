@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tiny_models import write_tokenizer
 
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, RequestError
 from engine.tokenizer import Tokenizer
 
+DEMO = Path(__file__).parents[1] / "engine" / "demo" / "checkpoint"
 END, THINK = 256, 257
 TEXTS = ["", "plain", " spaces\n\ttabs ", "naïve café", "日本語", "👩‍👩‍👧 emoji", "a\x00b", "e\u0301"]
 
@@ -40,6 +41,14 @@ def test_user_text_never_does(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, allow_special=False)
     assert not {END, THINK} & set(ids)
     assert tokenizer.decode(ids) == text
+
+
+def test_text_that_cannot_be_divided_is_the_clients_fault() -> None:
+    """Ten million blanks in a row are more than the package's expressions go back over; it panics."""
+    tokenizer = Tokenizer.load(DEMO)
+    with pytest.raises(RequestError, match="A text of 10500000 characters cannot be divided into tokens"):
+        tokenizer.encode(" " * 10_500_000, allow_special=False)
+    assert tokenizer.decode(tokenizer.encode("it goes on", allow_special=False)) == "it goes on"
 
 
 def test_visible_and_control_tokens(tokenizer: Tokenizer) -> None:
