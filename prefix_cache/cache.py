@@ -1,7 +1,7 @@
 """PrefixCache: find, lease and store snapshots of one model. The package's front.
 
-Large copies and file I/O run outside the index's lock, on blocks reserved inside it. Never raises for a full
-arena, a broken file or a failing disk: those are misses with a reason.
+Large copies and the reading and writing of files run outside the index's lock, on blocks reserved inside it; files
+are deleted inside it. Never raises for a full arena, a broken file or a failing disk: those are misses with a reason.
 """
 
 from __future__ import annotations
