@@ -474,9 +474,7 @@ class PrefixCache:
             if page.size != geometry.page_bytes:
                 raise CacheError(f"KV page {index} has {page.size} bytes, expected {geometry.page_bytes}")
             found.append((arena.view(block), page))
-        found += pieces(
-            arena.views(recurrent, geometry.recurrent_bytes), source.recurrent(), geometry.recurrent_bytes
-        )
+        found += pieces(arena.views(recurrent, geometry.recurrent_bytes), source.recurrent(), geometry.recurrent_bytes)
         return found
 
     def _keeps_existing(self, key: PromptKey, nodes: list[Node], tail_key: bytes, exact_pages: int) -> bool:

@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -507,7 +508,8 @@ def remove_folder(folder: Path, files: Files) -> bool:
     try:
         for name in files.names(folder):
             if name.endswith((".snap", ".kv")) or name.startswith("tmp-"):
-                files.unlink(folder / name)
+                with suppress(IsADirectoryError):  # not ours, whatever it is called
+                    files.unlink(folder / name)
         files.unlink(folder / _LOCK)
     finally:
         files.close(fd)

@@ -394,6 +394,8 @@ def _branches(
     if schema.get("nullable") is True and "type" in schema:
         found[0]["type"] = sorted(_branch_types(schema) | {"null"})
     if "$ref" in schema:
+        if not isinstance(schema["$ref"], str):
+            raise UnboundError("'$ref' must be a string")
         target = resolve(schema, root)
         if not target:
             raise UnboundError(f"'$ref' {schema['$ref']!r} leads nowhere")

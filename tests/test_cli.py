@@ -160,3 +160,7 @@ def test_cache_commands(tmp_path: Path) -> None:
     assert fermion("cache", "clear", *place).stdout == "freed 0.0 MiB\n"
     assert fermion("cache", "size", *place).stdout == "0\n"
     assert not folder.exists()
+    (folder / "odd.kv").mkdir(parents=True)
+    (folder / "two.snap").touch()
+    assert fermion("cache", "clear", *place).returncode == 0
+    assert [path.name for path in folder.iterdir()] == ["odd.kv"]

@@ -136,6 +136,7 @@ def test_an_end_that_comes_too_early_is_not_read_as_text(compiler: GrammarCompil
         (arguments_of({"allOf": 5}), "allOf"),
         (arguments_of({"type": {}}), "type"),
         (arguments_of({"$ref": "#/$defs/none"}), "#/$defs/none"),
+        (arguments_of({"$ref": 5}), "'$ref' must be a string"),
         (arguments_of({"type": "object", "minProperties": 3}), "minProperties"),
         (arguments_of({"type": "integer"}, minProperties=2), "minProperties"),
         (arguments_of({"type": "integer"}, maxProperties=0), "maxProperties"),
