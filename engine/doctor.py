@@ -112,7 +112,8 @@ def _ecc(ask_smi: Callable[[], str]) -> Finding:
     try:
         answer = ask_smi().strip()
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(name, Verdict.ADVICE, f"nvidia-smi does not answer: {error}", "Install it to see the setting.")
+        reason = error.strerror if isinstance(error, OSError) else error
+        return Finding(name, Verdict.ADVICE, f"nvidia-smi does not answer: {reason}", "Install it to see the setting.")
     on = [line for line in answer.splitlines() if line.rpartition(",")[2].strip() == "Enabled"]
     if not on:
         return Finding(name, Verdict.GOOD, "off, or the card has none")

@@ -468,6 +468,7 @@ def doctor(as_json: AsJson = False) -> None:
 
         typer.echo(json.dumps([asdict(finding) for finding in findings]))
     if any(finding.verdict is examination.Verdict.BROKEN for finding in findings):
+        typer.echo("Until this is mended prompts run on the CPU; without a card there is nothing to mend.", err=True)
         raise typer.Exit(1)
 
 

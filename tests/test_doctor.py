@@ -80,10 +80,11 @@ def test_ecc_and_locked_memory_are_advice(machine: Path) -> None:
     assert findings["locked memory"].found.startswith("limited to 64 MiB")
 
     def absent() -> str:
-        raise FileNotFoundError("nvidia-smi")
+        raise FileNotFoundError(2, "No such file or directory", "nvidia-smi")
 
     findings_ = examine(machine, ask_smi=absent, open_card=lambda: "", locked_limit=-1)
     assert findings_[4].verdict is Verdict.ADVICE
+    assert findings_[4].found == "nvidia-smi does not answer: No such file or directory"
 
 
 def test_the_command_tells_and_fails_where_a_card_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +93,7 @@ def test_the_command_tells_and_fails_where_a_card_is_out_of_reach(monkeypatch: p
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "broken  kernel module: nvidia is not loaded\n        -> Install the driver." in result.stdout
+    assert "without a card there is nothing to mend" in result.stderr
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert json.loads(result.stdout.splitlines()[-1])[0]["verdict"] == "broken"
     monkeypatch.setattr("engine.doctor.examine", lambda: [Finding("ECC", Verdict.ADVICE, "on", "Off.")])
