@@ -3,7 +3,7 @@
 
 #include "model.h"
 
-enum { MAX_PRODUCTS = 8, VECTOR_ROWS = 512, LEAST_FLOAT_ROWS = 4, REST = 256 };
+enum { MAX_PRODUCTS = 8, STREAM_ROWS = 64, VECTOR_ROWS = 512, LEAST_FLOAT_ROWS = 4, REST = 256 };
 
 size_t fm_matrix_bytes(const fm_matrix *w) {
     const size_t weights = (size_t)w->rows * w->cols;
@@ -125,15 +125,19 @@ static void product_tile(void *arg, int item, int worker) {
     if (p->finish) p->finish(p->arg, row0, row1, p->out + row0);
 }
 
-/* Rows of an item: enough items that no thread waits long for the last, and long streams: a short one costs the memory
- * its start, and many tokens are laid side by side once an item. A float row weighs as much as seven packed ones. */
+/* Rows of an item: enough items that no thread waits long for the last, and long streams: a short one costs the memory its
+ * start (in decode two pairs of tiles at least, if there are so many), and many tokens are laid side by side once an item.
+ * A float row weighs as much as seven packed ones. */
 static int item_rows(const fm_engine *e, const fm_matrix *w, int rows_of_job) {
     if (w->dtype == FM_F32 && e->quantized) {
         const int rows = w->rows / e->threads; /* a router has few: all threads should have some */
         return rows < LEAST_FLOAT_ROWS ? LEAST_FLOAT_ROWS : fm_least(rows, FM_BLOCK_ROWS);
     }
-    const int rows = rows_of_job / (8 * e->threads) / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
-    return rows < FM_BLOCK_ROWS ? FM_BLOCK_ROWS : fm_least(rows, e->tokens == 1 ? VECTOR_ROWS : FM_TILE_ROWS);
+    const int share = rows_of_job / e->threads / FM_BLOCK_ROWS * FM_BLOCK_ROWS; /* of a thread */
+    const int rows = share / 8 / FM_BLOCK_ROWS * FM_BLOCK_ROWS;
+    const int decode = e->tokens == 1, most = decode ? VECTOR_ROWS : FM_TILE_ROWS;
+    const int least = decode ? fm_least(share, STREAM_ROWS) : 0;
+    return fm_most(FM_BLOCK_ROWS, fm_least(fm_most(rows, least), most));
 }
 
 size_t fm_products_bytes(const fm_product *products, int count) {
