@@ -13,22 +13,20 @@
  * one order (gemm_nt), whatever tile it falls into. */
 
 #define LINE 64
+#define SPARSE 4
 
 /* Memory that is wanted soon and lies far away; `next` below may be NULL. Its lines are fetched one at a time, most of
  * them with the steps of a tile: many at once would take all line buffers, and our own loads would wait for memory. */
 typedef struct {
     const char *at;
     int lines;
+    int sparse; /* steps are many: a line with every SPARSE-th of them */
 } ahead;
 
 INLINE void fetch(ahead *next, int most) {
     const int lines = next->lines < most ? next->lines : most;
     for (int i = 0; i < lines; i++) __builtin_prefetch(next->at + (size_t)i * LINE, 0, 2);
     next->at += (size_t)lines * LINE, next->lines -= lines;
-}
-
-INLINE int fetched_steps(int steps, const ahead *next) {
-    return !next ? 0 : next->lines < steps ? next->lines : steps;
 }
 
 INLINE void nn_step(const int rows, const int vecs, const float *a, size_t a_row, const float *b,
@@ -39,6 +37,18 @@ INLINE void nn_step(const int rows, const int vecs, const float *a, size_t a_row
         const vf scalar = vset1(a[m * a_row]);
         UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = vfma(scalar, column[n], acc[m][n]);
     }
+}
+
+/* The steps, from the first one on, with which lines are fetched; returns how many that were. */
+INLINE int nn_fetching_steps(const int each, const int rows, const int vecs, int depth, const float *a, size_t a_row,
+                             size_t a_col, const float *b, size_t ldb, vf acc[NN_ROWS][NN_VECS], ahead *next) {
+    const int lines = next->lines < depth / each ? next->lines : depth / each;
+    for (int line = 0; line < lines; line++, a += each * a_col, b += each * ldb) {
+        __builtin_prefetch(next->at + (size_t)line * LINE, 0, 2);
+        UNROLL for (int i = 0; i < each; i++) nn_step(rows, vecs, a + i * a_col, a_row, b + i * ldb, acc);
+    }
+    next->at += (size_t)lines * LINE, next->lines -= lines;
+    return lines * each;
 }
 
 /* How sums are merged into c: c[m] keep[m] + sum take[m]. NULL: they are added to it, c being where they start. */
@@ -53,14 +63,12 @@ INLINE void nn_tile(const int rows, const int vecs, int depth, const float *a, s
     UNROLL for (int m = 0; m < rows; m++) {
         UNROLL for (int n = 0; n < vecs; n++) acc[m][n] = merge ? vset1(0.0f) : vload(c + m * ldc + n * VW);
     }
-    const int fetched = fetched_steps(depth, next);
     int k = 0;
-    for (; k < fetched; k++, a += a_col, b += ldb) {
-        __builtin_prefetch(next->at + (size_t)k * LINE, 0, 2);
-        nn_step(rows, vecs, a, a_row, b, acc);
-    }
-    for (; k < depth; k++, a += a_col, b += ldb) nn_step(rows, vecs, a, a_row, b, acc);
-    if (next) next->at += (size_t)fetched * LINE, next->lines -= fetched;
+    if (next && next->sparse)
+        k = nn_fetching_steps(SPARSE, rows, vecs, depth, a, a_row, a_col, b, ldb, acc, next);
+    else if (next)
+        k = nn_fetching_steps(1, rows, vecs, depth, a, a_row, a_col, b, ldb, acc, next);
+    for (a += k * a_col, b += k * ldb; k < depth; k++, a += a_col, b += ldb) nn_step(rows, vecs, a, a_row, b, acc);
     UNROLL for (int m = 0; m < rows; m++) {
         UNROLL for (int n = 0; n < vecs; n++) {
             float *to = c + m * ldc + n * VW;
@@ -301,6 +309,8 @@ static void attend(const fm_attend_args *a) {
     for (int r = 0; r < a->rows; r++) keys = a->limit[r] > keys ? a->limit[r] : keys;
     if (keys == 0) return;
     const int padded_keys = (int)FM_ATTEND_PADDED(keys);
+    /* A column of tiles takes `width` steps a row of tiles, twice as many lines come. */
+    const int sparse = a->rows / NN_ROWS * (FM_PAGE_TOKENS / (NN_VECS * VW)) >= 2 * SPARSE;
     const size_t padded_rows = FM_ATTEND_PADDED(a->rows);
     float *score = a->scratch, *maximum = score + (size_t)a->rows * FM_SPAN_TOKENS, *sum = maximum + padded_rows;
     float *keep = sum + padded_rows, *take = keep + padded_rows, *wide = take + padded_rows;
@@ -308,7 +318,7 @@ static void attend(const fm_attend_args *a) {
     for (int r = 0; r < a->rows; r++) memset(score + (size_t)r * FM_SPAN_TOKENS, 0, padded_keys * sizeof(float));
     for (int page = 0; page < FM_SPAN_PAGES; page++) {
         const int count = (int)FM_ATTEND_PADDED(keys_of_page(keys, page));
-        ahead next = {a->next_key[page], a->next_lines[page]};
+        ahead next = {a->next_key[page], a->next_lines[page], sparse};
         for (int first = 0; count && first < width; first += FM_ATTEND_DEPTH) {
             const int depth = width - first < FM_ATTEND_DEPTH ? width - first : FM_ATTEND_DEPTH;
             load_keys(a, a->key[page], count, first, depth, wide, &next);
@@ -326,7 +336,8 @@ static void attend(const fm_attend_args *a) {
     merge_sums(a, maximum, sum, keep, take);
     const nn_merge merge = {keep, take};
     ahead next[FM_SPAN_PAGES];
-    for (int page = 0; page < FM_SPAN_PAGES; page++) next[page] = (ahead){a->next_value[page], a->next_lines[page]};
+    for (int page = 0; page < FM_SPAN_PAGES; page++)
+        next[page] = (ahead){a->next_value[page], a->next_lines[page], sparse};
     for (int col = 0; col < width; col += FM_ATTEND_COLUMNS) {
         const int cols = width - col < FM_ATTEND_COLUMNS ? width - col : FM_ATTEND_COLUMNS;
         ahead *now = next[0].lines > 0 ? next : next + 1;

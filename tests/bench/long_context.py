@@ -1,8 +1,7 @@
 """Speed at a long context beside a short one, in turns within one process, since a shared host's speed moves.
 
-Decode: at --context tokens and at 128. Prefill of --context tokens over prefill of 512: both consist of passes of 512,
-and a pass takes longer by the same amount for every one before it, so the mean pass of the long prompt is the one in
-the middle, and what is timed is that one against the first. Keys and values are random: speed does not depend on them.
+Decode: at --context tokens and at 128; keys and values are random there, speed does not depend on them. Prefill: a
+prompt of --context tokens, every pass of 512 of it followed by a prompt of 512, and the sums of their times compared.
 
 Usage: python tests/bench/long_context.py MODEL [--context 8192] [--tokens 16] [--rounds 6] [--threads N]
        [--simd-tier T]. The last line is JSON.
@@ -50,14 +49,35 @@ def decode_seconds(model: Model, state: SequenceState, tokens: int) -> float:
 
 
 def pass_seconds(model: Model, state: SequenceState) -> float:
-    """Of a pass behind what the sequence holds, which is where it was afterwards."""
-    position = state.position
-    ids = np.random.default_rng(position).integers(0, model.config.vocab_size, PASS, dtype=np.int32)
+    """Of a pass of random tokens behind what the sequence holds."""
+    ids = np.random.default_rng(state.position).integers(0, model.config.vocab_size, PASS, dtype=np.int32)
     started = time.perf_counter()
     for _ in model.advance_steps(state, ids):
         pass
-    state.position = position
     return time.perf_counter() - started
+
+
+def empty(model: Model, tokens: int) -> SequenceState:
+    """A sequence of no tokens whose memory for so many has been written: finding it is no part of the time."""
+    state = model.new_state()
+    state.reserve(tokens)
+    for memory in (state.conv, state.ssm, *state.pages):
+        memory.fill(0)
+    return state
+
+
+def prefill_seconds(model: Model, context: int) -> tuple[float, float]:
+    """Of as many prompts of a single pass as a prompt of `context` tokens has passes, and of that prompt, in turns."""
+    prompt, short, long = empty(model, context), 0.0, 0.0
+    for number in range(context // PASS):
+        long += pass_seconds(model, prompt)
+        short += pass_seconds(model, empty(model, PASS))
+        print(
+            f"{(number + 1) * PASS} tokens of the prompt: {(number + 1) * PASS / long:.1f} tokens/s, "
+            f"prompts of {PASS}: {(number + 1) * PASS / short:.1f}; {short / long:.3f}",
+            flush=True,
+        )
+    return short, long
 
 
 def main() -> None:
@@ -74,20 +94,14 @@ def main() -> None:
     weights = load_weights(args.model, ModelConfig.load(args.model), config)
     model = Model(weights, config, threads=threads, cpus=cpus, max_context=args.context + PASS)
     short, long = (state_at(model, position, PASS) for position in (SHORT, args.context))
-    first, middle = (state_at(model, position, PASS) for position in (0, args.context // 2 - PASS // 2))
     decode_seconds(model, short, args.tokens)
-    found: dict[str, list[float]] = {"decode": [], "prefill": []}
+    found = []
     for number in range(args.rounds):
         a, b = decode_seconds(model, short, args.tokens), decode_seconds(model, long, args.tokens)
-        c, d = pass_seconds(model, first), pass_seconds(model, middle)
-        found["decode"].append(a / b)
-        found["prefill"].append(c / d)
-        print(
-            f"round {number + 1}: decode {1 / a:.1f} and {1 / b:.1f} tokens/s, {a / b:.3f}; "
-            f"prefill {PASS / c:.1f} and {PASS / d:.1f} tokens/s, {c / d:.3f}",
-            flush=True,
-        )
-    ratios = {name: round(statistics.median(values), 3) for name, values in found.items()}
+        found.append(a / b)
+        print(f"round {number + 1}: decode {1 / a:.1f} and {1 / b:.1f} tokens/s, {a / b:.3f}", flush=True)
+    c, d = prefill_seconds(model, args.context)
+    ratios = {"decode": round(statistics.median(found), 3), "prefill": round(c / d, 3)}
     print(json.dumps({"context": args.context, "threads": threads, "tier": args.simd_tier, "ratios": ratios}))
     model.close()
 
