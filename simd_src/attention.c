@@ -203,15 +203,25 @@ static void merge_head(void *arg, int head, int worker) {
 
 enum { QUERIES, KEYS, INPUTS = 3 };
 
-/* The input projections from `first` (QUERIES or KEYS) on: queries with gates, keys, values. */
-static void project(fm_engine *e, const fm_layer *layer, int first) {
+/* Queries with gates, keys, values. */
+static void input_products(const fm_engine *e, const fm_layer *layer, fm_product inputs[INPUTS]) {
     const fm_model_spec *s = &e->spec;
     float *q = e->projected, *k = q + 2 * s->heads * s->head_dim, *v = k + s->kv_heads * s->head_dim;
-    const fm_product inputs[INPUTS] = {
-        {.matrix = &layer->q_proj, .out = q, .ld = e->projected_ld},
-        {.matrix = &layer->k_proj, .out = k, .ld = e->projected_ld},
-        {.matrix = &layer->v_proj, .out = v, .ld = e->projected_ld},
-    };
+    inputs[0] = (fm_product){.matrix = &layer->q_proj, .out = q, .ld = e->projected_ld};
+    inputs[1] = (fm_product){.matrix = &layer->k_proj, .out = k, .ld = e->projected_ld};
+    inputs[2] = (fm_product){.matrix = &layer->v_proj, .out = v, .ld = e->projected_ld};
+}
+
+void fm_expect_attention(fm_engine *e, const fm_layer *layer) {
+    fm_product inputs[INPUTS];
+    input_products(e, layer, inputs);
+    fm_expect_products(e, layer->input_norm, inputs, INPUTS);
+}
+
+/* The input projections from `first` (QUERIES or KEYS) on. */
+static void project(fm_engine *e, const fm_layer *layer, int first) {
+    fm_product inputs[INPUTS];
+    input_products(e, layer, inputs);
     fm_multiply_all(e, &e->normed, inputs + first, INPUTS - first);
     fm_charge(e, FM_OP_ATTENTION_IN, fm_products_bytes(inputs + first, INPUTS - first));
 }

@@ -77,6 +77,26 @@ static void delta_head(void *arg, int head, int worker) {
     _mm_setcsr(float_mode);
 }
 
+enum { INPUTS = 4 };
+
+/* job: what the convolution behind the first one needs; NULL if they are not to be run. */
+static void input_products(const fm_engine *e, const fm_layer *layer, delta_job *job, fm_product inputs[INPUTS]) {
+    const fm_model_spec *s = &e->spec;
+    float *qkv = e->projected, *z = qkv + fm_channels(s), *b = z + s->value_heads * s->value_dim,
+          *a = b + s->value_heads;
+    inputs[0] = (fm_product){
+        .matrix = &layer->in_proj_qkv, .out = qkv, .ld = e->projected_ld, .finish = convolve_tile, .arg = job};
+    inputs[1] = (fm_product){.matrix = &layer->in_proj_z, .out = z, .ld = e->projected_ld};
+    inputs[2] = (fm_product){.matrix = &layer->in_proj_b, .out = b, .ld = e->projected_ld};
+    inputs[3] = (fm_product){.matrix = &layer->in_proj_a, .out = a, .ld = e->projected_ld};
+}
+
+void fm_expect_delta_net(fm_engine *e, const fm_layer *layer) {
+    fm_product inputs[INPUTS];
+    input_products(e, layer, NULL, inputs);
+    fm_expect_products(e, layer->input_norm, inputs, INPUTS);
+}
+
 static void expect_states(const delta_job *job) {
     fm_pool *pool = job->engine->pool;
     const fm_model_spec *s = &job->engine->spec;
@@ -98,18 +118,13 @@ void fm_delta_net(fm_engine *e, const fm_layer *layer, fm_sequence *sequence, in
         .ssm = sequence->ssm + (size_t)layer->kind_index * s->value_heads * s->key_dim * s->value_dim,
         .recurrent = recurrent,
     };
-    float *qkv = e->projected, *z = qkv + channels, *b = z + value_width, *a = b + s->value_heads;
     e->mixed.ld = e->mixed.q.cols = value_width;
-    const fm_product inputs[] = {
-        {.matrix = &layer->in_proj_qkv, .out = qkv, .ld = e->projected_ld, .finish = convolve_tile, .arg = &job},
-        {.matrix = &layer->in_proj_z, .out = z, .ld = e->projected_ld},
-        {.matrix = &layer->in_proj_b, .out = b, .ld = e->projected_ld},
-        {.matrix = &layer->in_proj_a, .out = a, .ld = e->projected_ld},
-    };
+    fm_product inputs[INPUTS];
+    input_products(e, layer, &job, inputs);
     const fm_product output = {.matrix = &layer->out_proj, .out = e->hidden, .ld = (size_t)s->hidden, .add = 1};
     if (fm_tells_ahead(e)) expect_states(&job);
-    fm_multiply_all(e, &e->normed, inputs, 4);
-    fm_charge(e, FM_OP_DELTA_IN, fm_products_bytes(inputs, 4));
+    fm_multiply_all(e, &e->normed, inputs, INPUTS);
+    fm_charge(e, FM_OP_DELTA_IN, fm_products_bytes(inputs, INPUTS));
     fm_expect_products(e, NULL, &output, 1);
     fm_parallel_for(e->pool, s->value_heads, delta_head, &job);
     fm_charge(e, FM_OP_DELTA_RULE, 2 * (size_t)value_width * s->key_dim * sizeof(float));

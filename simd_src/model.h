@@ -138,6 +138,8 @@ static inline int fm_tells_ahead(const fm_engine *e) { return e->tokens == 1 && 
 /* If so: products that are the job after the next one, and the norm before them or NULL. */
 void fm_expect_products(fm_engine *e, const float *norm, const fm_product *products, int count);
 void fm_expect_router(fm_engine *e, const fm_layer *layer);
+void fm_expect_attention(fm_engine *e, const fm_layer *layer);
+void fm_expect_delta_net(fm_engine *e, const fm_layer *layer);
 
 /* Weights that the products read. */
 size_t fm_products_bytes(const fm_product *products, int count);

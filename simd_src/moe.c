@@ -175,7 +175,7 @@ static int down_rows(const fm_engine *e) {
     return rows;
 }
 
-enum { GATES = 2, MOST_INPUTS = 4 };
+enum { GATES = 2 };
 
 static void gate_products(const fm_engine *e, const fm_layer *layer, fm_product gates[GATES]) {
     const size_t ld = (size_t)e->spec.experts + 1;
@@ -201,19 +201,14 @@ static void expect_down(fm_engine *e, const moe_job *job) {
     }
 }
 
-/* The products that a layer begins with, or the head. */
 static void expect_next(fm_engine *e, const fm_layer *after) {
-    fm_product products[MOST_INPUTS] = {{.matrix = &e->spec.head}};
-    int count = 1;
-    if (after && after->kind == FM_ATTENTION) {
-        count = 3;
-        products[0].matrix = &after->q_proj, products[1].matrix = &after->k_proj, products[2].matrix = &after->v_proj;
-    } else if (after) {
-        count = 4;
-        products[0].matrix = &after->in_proj_qkv, products[1].matrix = &after->in_proj_z;
-        products[2].matrix = &after->in_proj_b, products[3].matrix = &after->in_proj_a;
-    }
-    fm_expect_products(e, after ? after->input_norm : e->spec.final_norm, products, count);
+    const fm_product head = {.matrix = &e->spec.head};
+    if (!after)
+        fm_expect_products(e, e->spec.final_norm, &head, 1);
+    else if (after->kind == FM_ATTENTION)
+        fm_expect_attention(e, after);
+    else
+        fm_expect_delta_net(e, after);
 }
 
 void fm_moe(fm_engine *e, const fm_layer *layer, const fm_layer *after) {

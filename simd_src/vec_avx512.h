@@ -46,24 +46,17 @@ static inline void vwiden_half(const uint16_t *p, float *y) {
     vstore(y, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)));
 }
 
-/* 16 x 16 halves, rows ld apart, to floats, transposed, rows ldy apart. Rows i and i + 8 share a register; three rounds
- * of interleaving leave columns c and c + 8 in register c. */
+/* 16 x 16 halves, rows ld apart, to floats, transposed, rows ldy apart. Rows i and i + 8 share a register, which
+ * leaves columns c and c + 8 in register c. */
 #define TURN 16
+#include "vec_turn.h"
 static inline void vturn_half(const uint16_t *p, size_t ld, float *y, size_t ldy) {
     __m512i x[8], z[8];
     for (int i = 0; i < 8; i++) {
         const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(p + i * ld)));
         x[i] = _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i *)(p + (i + 8) * ld)), 1);
     }
-#define INTERLEAVE(from, to)                                     \
-    for (int i = 0; i < 4; i++) {                                \
-        to[2 * i] = _mm512_unpacklo_epi16(from[i], from[i + 4]); \
-        to[2 * i + 1] = _mm512_unpackhi_epi16(from[i], from[i + 4]); \
-    }
-    INTERLEAVE(x, z)
-    INTERLEAVE(z, x)
-    INTERLEAVE(x, z)
-#undef INTERLEAVE
+    TURN_LANES(_mm512_unpacklo_epi16, _mm512_unpackhi_epi16, x, z)
     for (int c = 0; c < 8; c++) {
         const __m512i columns = _mm512_shuffle_i64x2(z[c], z[c], _MM_SHUFFLE(3, 1, 2, 0));
         vstore(y + c * ldy, _mm512_cvtph_ps(_mm512_castsi512_si256(columns)));

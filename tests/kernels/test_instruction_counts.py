@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]  # tests/prefix_cache is no package
 
-from tiny_models import packed_checkpoint
+from tiny_models import packed_checkpoint  # noqa: E402
 
-from engine import _simd
+from engine import _simd  # noqa: E402
 
 PROMPT, GUARD = 70, 0.03  # tokens: a whole chunk of the delta rule and some; share that a count may move
 # Function whose calls are counted -> instructions in it and below it.
